@@ -1,0 +1,20 @@
+"""Run a batched function a few rows at a time and recompute each chunk in backward."""
+
+from chunkcheck._api import chunk_and_checkpoint as chunk_and_checkpoint
+from chunkcheck._api import chunked as chunked
+from chunkcheck._strategies import NoCheckpoint as NoCheckpoint
+from chunkcheck._strategies import NonReentrant as NonReentrant
+from chunkcheck._strategies import Reentrant as Reentrant
+from chunkcheck._strategies import StrategyName as StrategyName
+from chunkcheck._typing import ChunkStrategy as ChunkStrategy
+
+__all__ = [
+    "ChunkStrategy",
+    "NoCheckpoint",
+    "NonReentrant",
+    "Reentrant",
+    "StrategyName",
+    "chunk_and_checkpoint",
+    "chunked",
+]
+__version__ = "0.2.0.dev0"

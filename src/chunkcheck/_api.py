@@ -1,0 +1,209 @@
+"""The two forms of the main job, with their defaults and their documentation.
+
+Knows which backend a call belongs to, and nothing of how it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Never, Protocol, cast
+
+from chunkcheck._arguments import Call, batch_entries
+from chunkcheck._leaves import Library, classify, is_array
+from chunkcheck._plan import Plan, check_out_dim, checked_size, plan_arguments
+from chunkcheck._strategies import Strategy, StrategyName, resolve_strategy
+from chunkcheck._typing import BatchDim, OutDim, P, R, Ts
+
+
+def chunk_and_checkpoint(
+    f: Callable[[*Ts], R],
+    /,
+    *args: *Ts,
+    chunk_size: int | None,
+    batch_dim: BatchDim = 0,
+    out_dim: OutDim = "auto",
+    strategy: Strategy | StrategyName = "auto",
+    **not_options: Never,
+) -> R:
+    """Return `f(*args)`, computed a few rows at a time and recomputed in backward.
+
+    For an `f` that treats the rows along `batch_dim` independently, the result and
+    every gradient are those of `f(*args)` up to rounding, and peak memory is that of
+    the arguments, the result, their gradients and one chunk. Random numbers and buffer
+    updates are those of a loop over the chunks.
+
+    Args:
+        f: The function. It may capture modules and tensors; they get their gradients.
+        *args: Its positional arguments: tensors, nested tuples, lists, dicts,
+            namedtuples and registered containers of tensors, and anything else, which
+            passes by identity. `f` gets fresh containers, and must not write into its
+            tensors.
+        chunk_size: Rows per chunk; the last chunk may have fewer. `None`, or the size
+            of the batch or more: one chunk, still recomputed in backward.
+        batch_dim: The dim to chunk along: an int for all tensors of one dim or more,
+            a tuple with an entry per argument, or a mapping by parameter name; an entry
+            may be nested as its argument is. Negative dims count from the end. `None`
+            passes tensors whole, with gradients: write it for weights, since any tensor
+            whose size is that of the batch is cut. So does a size of 1 along the dim.
+        out_dim: How the result is joined: an int, `None` for a leaf that is the same in
+            all chunks, or a tree of these with the shape of the result. `"auto"` is the
+            batch dim that all chunked arguments share.
+        strategy: How a chunk is run so that backward can redo it: an instance such as
+            `NonReentrant(preserve_rng_state=False)`, the name of one, or a callable
+            `(f, *tensors) -> tuple of tensors`. Not used where no gradient is needed.
+        **not_options: None. A keyword of `f`'s own needs `chunked`.
+
+    Returns:
+        The result of `f`, with its structure and types; joined tensors are fresh.
+
+    Raises:
+        TypeError: An argument is of the wrong kind; raised before `f` has run.
+        ValueError: Sizes or dims do not fit, or the result of a chunk cannot be joined.
+        RuntimeError: `f` wrote into a tensor that it was given.
+
+    Example:
+        >>> import torch
+        >>> from chunkcheck import chunk_and_checkpoint
+        >>> mlp = torch.nn.Sequential(
+        ...     torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)
+        ... )
+        >>> x = torch.randn(10, 8, requires_grad=True)
+        >>> y = chunk_and_checkpoint(mlp, x, chunk_size=4)
+        >>> y.shape
+        torch.Size([10, 8])
+        >>> y.sum().backward()
+        >>> torch.allclose(y, mlp(x), atol=1e-6), x.grad.shape
+        (True, torch.Size([10, 8]))
+
+    """
+    if not_options:
+        raise TypeError(_keyword_message(f, chunk_size, batch_dim, not_options))
+    result = _run(f, args, {}, chunk_size, batch_dim, out_dim, strategy)
+    return cast("R", result)
+
+
+def chunked(
+    f: Callable[P, R],
+    /,
+    *,
+    chunk_size: int | None,
+    batch_dim: BatchDim = 0,
+    out_dim: OutDim = "auto",
+    strategy: Strategy | StrategyName = "auto",
+) -> Callable[P, R]:
+    """Return a function that calls `chunk_and_checkpoint` on `f`, keywords included.
+
+    The curried form: it has the signature of `f`, takes its keyword arguments, and is a
+    decorator through `functools.partial`.
+
+    Args:
+        f: The function.
+        chunk_size: As in `chunk_and_checkpoint`.
+        batch_dim: As there. An int holds for keyword arguments too; with a tuple, a
+            keyword that holds a tensor is an error; a mapping by parameter name covers
+            both, and names every argument that holds a tensor. `*args` go under their
+            own name, as a tuple.
+        out_dim: As there.
+        strategy: As there.
+
+    Returns:
+        A function of the signature of `f`.
+
+    Raises:
+        TypeError: `chunk_size`, `strategy` or `f` is of the wrong type.
+        ValueError: `chunk_size` is not positive, or no strategy has this name.
+
+    Example:
+        >>> import functools
+        >>> import torch
+        >>> from chunkcheck import chunked
+        >>> @functools.partial(chunked, chunk_size=2, batch_dim={"x": 0, "scale": None})
+        ... def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ...     return x * scale
+        >>> scaled(torch.ones(5, 3), scale=torch.tensor([1.0, 2.0, 3.0])).shape
+        torch.Size([5, 3])
+
+    """
+    _check_callable(f)
+    checked_size(chunk_size)
+    chosen = resolve_strategy(strategy)
+
+    # A module's __dict__ is its parameters, so only name and docstring are taken over.
+    @functools.wraps(f, updated=())
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = _run(f, args, kwargs, chunk_size, batch_dim, out_dim, chosen)
+        return cast("R", result)
+
+    return call
+
+
+class _Backend(Library, Protocol):
+    """What this module asks of a backend."""
+
+    def run(
+        self,
+        call: Call,
+        leaves: list[object],
+        plan: Plan,
+        out_dim: object,
+        strategy: Strategy,
+    ) -> object: ...
+
+
+def _run(
+    f: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    chunk_size: object,
+    batch_dim: object,
+    out_dim: object,
+    strategy: object,
+) -> object:
+    _check_callable(f)
+    size = checked_size(chunk_size)
+    chosen = resolve_strategy(strategy)
+    call, values = Call.split(f, args, kwargs)
+    backend = _backend()
+    entries = batch_entries(call, batch_dim, [is_array(value) for value in values])
+    plan = plan_arguments(
+        [
+            classify(path, value, entry, backend)
+            for path, value, entry in zip(call.paths, values, entries, strict=True)
+        ],
+        size,
+    )
+    check_out_dim(out_dim, plan)
+    return backend.run(call, values, plan, out_dim, chosen)
+
+
+def _backend() -> _Backend:
+    # Imported here, since it imports torch. The only one so far.
+    from chunkcheck import _torch  # noqa: PLC0415
+
+    return _torch
+
+
+def _check_callable(f: object) -> None:
+    if not callable(f):
+        raise TypeError(
+            f"f must be callable, found a {type(f).__name__}: the function comes first,"
+            " then its arguments"
+        )
+
+
+def _keyword_message(
+    f: Callable[..., Any],
+    chunk_size: object,
+    batch_dim: object,
+    keywords: Mapping[str, object],
+) -> str:
+    """Say how to give `f` keyword arguments."""
+    name = getattr(f, "__name__", type(f).__name__)
+    given = ", ".join(f"{key}={key}" for key in keywords)
+    return (
+        f"chunk_and_checkpoint has no option {', '.join(map(repr, keywords))} (it has"
+        " chunk_size, batch_dim, out_dim and strategy); if it is a keyword argument of"
+        f" f, use the curried form: chunked({name}, chunk_size={chunk_size!r},"
+        f" batch_dim={batch_dim!r})(..., {given})"
+    )

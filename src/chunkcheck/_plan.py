@@ -1,0 +1,277 @@
+"""Plans: which rows make a chunk, how each leaf is cut and each result leaf joined.
+
+Pure arithmetic on shapes, decided once per call. Knows no array library, no strategy,
+and nothing of how the trees are described by the caller.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from chunkcheck._tree import Entry, step
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the arguments or of a result, as the plan sees it."""
+
+    path: str
+    shape: Shape | None  # None: no tensor
+    entry: Entry  # what batch_dim or out_dim says of it
+    absent: bool = False  # the value is None, an optional that is not given
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the arguments of one call are cut."""
+
+    rows: int
+    size: int
+    dims: tuple[int | None, ...]  # per leaf; None passes whole
+    shared_dim: int | None  # the dim along which results join unless told otherwise
+    passes_one: bool  # a leaf of size 1 along its dim passes whole
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the first row of each chunk and the row after its last."""
+        if self.rows == 0:
+            yield 0, 0
+        for start in range(0, self.rows, self.size):
+            yield start, min(start + self.size, self.rows)
+
+    @property
+    def equal_chunks(self) -> bool:
+        """Whether there are several chunks, all with the same number of rows."""
+        return self.size < self.rows and self.rows % self.size == 0
+
+    def describe(self, start: int, stop: int) -> str:
+        """Return the name of one chunk."""
+        return f"rows {start}:{stop} of {self.rows}"
+
+
+def checked_size(chunk_size: object) -> int | None:
+    """Return `chunk_size` as an int, or None for one chunk.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is zero or negative.
+
+    """
+    if chunk_size is None:
+        return None
+    if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__"):
+        raise TypeError(
+            f"chunk_size must be a positive int, or None for one chunk, found"
+            f" {chunk_size!r} of type {type(chunk_size).__name__}"
+        )
+    size = operator.index(chunk_size)
+    if size < 1:
+        raise ValueError(
+            f"chunk_size must be a positive int, or None for one chunk, found {size}"
+        )
+    return size
+
+
+def _checked_dim(dim: object, where: str, allowed: str) -> int | None:
+    if dim is None:
+        return None
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(
+            f"{where} must be {allowed}, found {dim!r} of type {type(dim).__name__}"
+        )
+    return operator.index(dim)
+
+
+def _normalized(leaf: Leaf, shape: Shape, dim: int, remedy: str) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"{leaf.path} has shape {shape} and so no dim {dim}, which"
+            f" {leaf.entry.where} asks for: {remedy}"
+        )
+    return dim % len(shape)
+
+
+def plan_arguments(leaves: Sequence[Leaf], chunk_size: int | None) -> Plan:
+    """Return the plan for these argument leaves.
+
+    Raises:
+        TypeError: A dim is no int, or an explicit int stands at a non-tensor.
+        ValueError: A leaf lacks its dim, sizes differ, or no leaf is chunked.
+
+    """
+    dims: list[int | None] = []
+    written: set[int] = set()
+    for leaf in leaves:
+        dim = _checked_dim(leaf.entry.value, leaf.entry.where, "an int or None")
+        if dim is None:
+            dims.append(None)
+        elif leaf.shape is None:
+            if leaf.entry.exact and not leaf.absent:
+                raise TypeError(
+                    f"{leaf.path} is no tensor, but {leaf.entry.where} is {dim}: write"
+                    " None there"
+                )
+            dims.append(None)
+        elif not leaf.shape:
+            dims.append(None)
+        else:
+            dims.append(
+                _normalized(leaf, leaf.shape, dim, "write None there to pass it whole")
+            )
+            written.add(dim)
+    sized = [
+        (leaf, dim, leaf.shape[dim])
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if dim is not None and leaf.shape is not None
+    ]
+    if not sized:
+        raise ValueError(
+            "no tensor is chunked: batch_dim must be an int for at least one argument"
+            " that is a tensor of one dim or more"
+        )
+    rows = max(size for _, _, size in sized)
+    if any(size != rows and not size == 1 < rows for _, _, size in sized):
+        raise ValueError(
+            f"the chunked tensors must agree in size along their batch dim ({rows}, or"
+            " 1 to pass whole), found:\n"
+            + "\n".join(
+                f"  {leaf.path} of shape {leaf.shape}: size {size} along dim {dim}"
+                for leaf, dim, size in sized
+            )
+            + "\nwrite None in batch_dim for what is not part of the batch"
+        )
+    cut = tuple(
+        dim
+        if dim is not None and leaf.shape is not None and leaf.shape[dim] == rows
+        else None
+        for leaf, dim in zip(leaves, dims, strict=True)
+    )
+    distinct = {dim for dim in cut if dim is not None}
+    shared = written if len(written) == 1 else distinct
+    return Plan(
+        rows=rows,
+        size=max(1, rows if chunk_size is None else min(chunk_size, rows)),
+        dims=cut,
+        shared_dim=next(iter(shared)) if len(shared) == 1 else None,
+        passes_one=any(size != rows for _, _, size in sized),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How one result leaf is put together: along a dim, or the first chunk's."""
+
+    path: str
+    dim: int | None
+    tensor: bool
+
+
+def check_out_dim(out_dim: object, plan: Plan, where: str = "out_dim") -> None:
+    """Check what can be checked of `out_dim` before there is a result.
+
+    Raises:
+        TypeError: An entry is no int, None, "sum", "mean" or "auto".
+        ValueError: It is "auto" for the whole result, and no dim is shared.
+        NotImplementedError: A reduction, which this version does not have yet.
+
+    """
+    if isinstance(out_dim, Mapping):
+        for key, value in out_dim.items():
+            check_out_dim(value, plan, step(where, key))
+    elif isinstance(out_dim, tuple | list):
+        for index, value in enumerate(out_dim):
+            check_out_dim(value, plan, step(where, index))
+    elif out_dim in ("sum", "mean"):
+        raise NotImplementedError(
+            f"{where} is {out_dim!r}: reductions over chunks are not available yet;"
+            " join per-row results and reduce them outside"
+        )
+    elif out_dim == "auto":
+        if plan.shared_dim is None:
+            raise ValueError(
+                "the chunked arguments share no batch dim, so out_dim must say along"
+                " which dim the result is joined, and None for what does not depend on"
+                " the rows"
+            )
+    else:
+        _checked_dim(out_dim, where, "an int, None, 'sum', 'mean' or 'auto'")
+
+
+def plan_results(leaves: Sequence[Leaf], plan: Plan, rows: int) -> tuple[Join, ...]:
+    """Return how each result leaf is joined, from the leaves of a chunk of `rows` rows.
+
+    Raises:
+        TypeError: An explicit int stands at a leaf that is no tensor.
+        ValueError: A leaf cannot be joined as asked, or it is not clear how.
+
+    """
+    return tuple(_plan_result(leaf, plan, rows) for leaf in leaves)
+
+
+def _plan_result(leaf: Leaf, plan: Plan, rows: int) -> Join:
+    value, where = leaf.entry.value, leaf.entry.where
+    if leaf.shape is None or leaf.absent:
+        if value not in (None, "auto") and leaf.entry.exact and not leaf.absent:
+            raise TypeError(
+                f"{leaf.path} is no tensor, but {where} is {value}: write None there"
+            )
+        return Join(leaf.path, None, tensor=False)
+    if value == "auto":
+        return Join(leaf.path, _default_dim(leaf, leaf.shape, plan, rows), tensor=True)
+    dim = _checked_dim(value, where, "an int or None")
+    if dim is not None:
+        dim = _join_dim(leaf, leaf.shape, dim)
+    return Join(leaf.path, dim, tensor=True)
+
+
+def _join_dim(leaf: Leaf, shape: Shape, dim: int) -> int:
+    if not shape:
+        raise ValueError(
+            f"{leaf.path} is 0-dimensional and cannot be joined along dim {dim}: use"
+            " out_dim='sum' or 'mean' to reduce it over the chunks"
+        )
+    return _normalized(leaf, shape, dim, "write the dim that holds the rows")
+
+
+def _default_dim(leaf: Leaf, shape: Shape, plan: Plan, rows: int) -> int:
+    """Return the shared dim, where the row check can be trusted to confirm it."""
+    if plan.shared_dim is None:
+        raise ValueError(
+            f"{leaf.entry.where} must say along which dim {leaf.path} of shape {shape}"
+            f" (from {rows} rows) is joined: the chunked arguments share no batch dim"
+        )
+    dim = _join_dim(leaf, shape, plan.shared_dim)
+    rivals = [d for d, size in enumerate(shape) if size == rows and d != dim]
+    if plan.shared_dim != 0 and plan.equal_chunks and rivals and shape[dim] == rows:
+        raise ValueError(
+            f"{leaf.path} has shape {shape}, and both dim {dim} and dim {rivals[0]}"
+            f" have as many rows as every chunk ({rows}): write"
+            f" out_dim={plan.shared_dim} if that is the dim to join along"
+        )
+    if plan.passes_one and plan.size == 1 and shape[dim] == 1:
+        raise ValueError(
+            f"{leaf.path} has shape {shape}: every chunk has one row, and so has a"
+            " tensor that passes whole, so that its rows cannot be told from the"
+            f" chunk's: write out_dim={plan.shared_dim} to join it, or None if it does"
+            " not depend on the rows"
+        )
+    return dim
+
+
+def check_rows(join: Join, shape: Shape, rows: int, chunk: str) -> None:
+    """Check that a result leaf to be joined has as many rows as its chunk.
+
+    Raises:
+        ValueError: It has another number.
+
+    """
+    if join.dim is not None and (len(shape) <= join.dim or shape[join.dim] != rows):
+        raise ValueError(
+            f"{join.path} has shape {shape} for {chunk}: expected {rows} rows along dim"
+            f" {join.dim}; write its dim in out_dim, or None if it does not depend on"
+            " the rows"
+        )

@@ -1,0 +1,120 @@
+"""Strategies: how one chunk is run so that backward can redo it, as declarations.
+
+Knows no array library: each backend executes these in its own terms. A strategy of a
+user's own needs no declaration, any callable will do (see `ChunkStrategy`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from chunkcheck._typing import ChunkStrategy, ContextFn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonReentrant:
+    """Checkpoint each chunk by `torch.utils.checkpoint` with `use_reentrant=False`.
+
+    Exact under every backward mode that torch has. A captured tensor that is changed
+    in place between forward and backward goes unnoticed, as in torch's own.
+
+    Attributes:
+        preserve_rng_state: Replay the random state of the CPU and of the chunk's device
+            in recompute. Without it, dropout gives wrong gradients.
+        determinism_check: `"default"` compares shape, dtype and device of what forward
+            and recompute save, `"none"` compares nothing.
+        context_fn: Returns two context managers, for forward and for recompute; also
+            torch's hook for selective checkpointing.
+        early_stop: Stop the recompute once all that backward needs is there. `False`
+            suits an `f` with a broad `except`, which would swallow the stop.
+        debug: Add the trace of both runs to the determinism error.
+
+    Example:
+        >>> from chunkcheck import NonReentrant
+        >>> NonReentrant(preserve_rng_state=False).preserve_rng_state
+        False
+
+    """
+
+    preserve_rng_state: bool = True
+    determinism_check: Literal["default", "none"] = "default"
+    context_fn: ContextFn | None = None
+    early_stop: bool = True
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reentrant:
+    """Checkpoint each chunk by `torch.utils.checkpoint` with `use_reentrant=True`.
+
+    For code that depends on it; `NonReentrant` does more. Arguments and results of any
+    structure work, and so does an `f` whose parameters alone require a gradient. What
+    torch's reentrant checkpoint cannot do raises: `torch.autograd.grad`,
+    `backward(inputs=...)`, `create_graph=True`, a captured tensor with a history in two
+    chunks, and a process group of more than one rank, under which gradients would be
+    silently wrong. Parameter hooks run once per chunk.
+
+    Attributes:
+        preserve_rng_state: As in `NonReentrant`.
+
+    """
+
+    preserve_rng_state: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NoCheckpoint:
+    """Run each chunk as it is: nothing is recomputed and, in training, nothing saved.
+
+    For measurements, and for an `f` that checkpoints itself.
+    """
+
+
+BuiltinStrategy: TypeAlias = NonReentrant | Reentrant | NoCheckpoint
+Strategy: TypeAlias = BuiltinStrategy | ChunkStrategy
+StrategyName: TypeAlias = Literal["auto", "non_reentrant", "reentrant", "none"]
+
+_BY_NAME: dict[StrategyName, BuiltinStrategy] = {
+    "auto": NonReentrant(),
+    "non_reentrant": NonReentrant(),
+    "reentrant": Reentrant(),
+    "none": NoCheckpoint(),
+}
+_NAMES = ", ".join(map(repr, get_args(StrategyName)))
+
+
+def resolve_strategy(strategy: object) -> Strategy:
+    """Return the strategy that `strategy` names or is.
+
+    Raises:
+        TypeError: It is `None`, a class, or nothing that can be called.
+        ValueError: It is a name that no strategy has.
+
+    """
+    if isinstance(strategy, str):
+        if strategy in _BY_NAME:
+            return _BY_NAME[strategy]
+        close = difflib.get_close_matches(strategy, _BY_NAME, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"strategy {strategy!r} is none of {_NAMES}{hint}")
+    if isinstance(strategy, BuiltinStrategy):
+        return strategy
+    if strategy is None:
+        raise TypeError(
+            "strategy is None: write strategy='none' to run the chunks without"
+            " checkpointing, or leave it out for the default"
+        )
+    if isinstance(strategy, type):
+        raise TypeError(
+            f"strategy is the class {strategy.__name__}: write an instance,"
+            f" strategy={strategy.__name__}()"
+        )
+    if not callable(strategy):
+        raise TypeError(
+            f"strategy must be one of {_NAMES}, a strategy instance or a callable"
+            f" (f, *tensors) -> tuple of tensors, found {strategy!r} of type"
+            f" {type(strategy).__name__}"
+        )
+    return strategy

@@ -1,0 +1,188 @@
+"""Checkpoints: how torch executes each chunk strategy.
+
+A strategy sees flat tensors only. Knows nothing of chunks, trees or dims.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor, distributed
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from chunkcheck._strategies import NoCheckpoint, NonReentrant, Reentrant, Strategy
+from chunkcheck._torch.compat import is_inference, transforms_active
+from chunkcheck._typing import ChunkStrategy, FlatFunction
+
+
+def executor(strategy: Strategy) -> ChunkStrategy:
+    """Return the callable that runs one chunk under `strategy`.
+
+    Where nothing can be saved for backward, or a transform forbids the hooks that
+    checkpointing needs, that is a plain call. Under torch.compile it is torch's
+    non-reentrant checkpoint, the only form that keeps its saving once compiled.
+
+    Raises:
+        RuntimeError: `strategy` would give wrong gradients here.
+
+    """
+    if not torch.is_grad_enabled() or transforms_active():
+        return plain
+    match strategy:
+        case NoCheckpoint():
+            return plain
+        case NonReentrant():
+            return functools.partial(_non_reentrant, strategy)
+        case Reentrant():
+            if torch.compiler.is_compiling():
+                return functools.partial(_non_reentrant, NonReentrant())
+            _refuse_process_group()
+            return functools.partial(_reentrant, strategy)
+        case _:
+            return strategy
+
+
+def plain(f: FlatFunction, /, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Run `f` as it is."""
+    return f(*tensors)
+
+
+def _non_reentrant(
+    options: NonReentrant, f: FlatFunction, /, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    if any(is_inference(t) for t in tensors):
+        f, tensors = _without_inference_tensors(f, tensors)
+    early_stop = (
+        contextlib.nullcontext()
+        if options.early_stop
+        else set_checkpoint_early_stop(False)
+    )
+    given = {} if options.context_fn is None else {"context_fn": options.context_fn}
+    guarded = _Guarded(f)
+    with early_stop:
+        results = checkpoint(
+            guarded,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=options.preserve_rng_state,
+            determinism_check=options.determinism_check,
+            debug=options.debug,
+            **given,
+        )
+    guarded.end_forward()
+    return results
+
+
+class _Guarded:
+    """`f`, whose error in forward is raised once torch's checkpoint has been left.
+
+    Up to torch 2.9 an error that passes through `checkpoint` leaves its saved-tensor
+    hooks on the stack for as long as the error lives, and they corrupt every later
+    backward: a retry after an out-of-memory error would raise that error once more.
+    """
+
+    __slots__ = ("_error", "_f", "_forward")
+
+    def __init__(self, f: FlatFunction) -> None:
+        self._f = f
+        self._forward = True
+        self._error: BaseException | None = None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if not self._forward:
+            return self._f(*tensors)
+        try:
+            return self._f(*tensors)
+        except BaseException as error:  # noqa: BLE001 (raised by end_forward)
+            self._error = error
+            return ()
+
+    def end_forward(self) -> None:
+        """Raise the error of the forward run; later runs raise their own."""
+        self._forward = False
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or this frame and the error would hold each other
+
+
+def _without_inference_tensors(
+    f: FlatFunction, tensors: tuple[Tensor, ...]
+) -> tuple[FlatFunction, tuple[Tensor, ...]]:
+    """Bind inference tensors to `f`: torch cannot save them, and need not.
+
+    As constants they are right in plain `f`, as long as it does not save them either.
+    """
+    constant = {i: t for i, t in enumerate(tensors) if is_inference(t)}
+
+    def bound(*saved: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(saved)
+        return f(
+            *(constant[i] if i in constant else next(rest) for i in range(len(tensors)))
+        )
+
+    return bound, tuple(t for t in tensors if not is_inference(t))
+
+
+def _reentrant(
+    options: Reentrant, f: FlatFunction, /, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    differentiable: list[bool] = []
+
+    def forward_or_recompute(_anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled():
+            return f(*tensors)
+        # torch runs the forward without grad mode and then lets every result require
+        # a gradient. With it, each result tells whether it does.
+        with torch.enable_grad():
+            results = f(*tensors)
+        differentiable[:] = [t.requires_grad for t in results]
+        return tuple(t.detach() for t in results)
+
+    # torch connects the results to the graph only if an argument requires a gradient,
+    # so that parameters alone would get none. The anchor does.
+    anchor = torch.empty(0, requires_grad=True)
+    results = checkpoint(
+        forward_or_recompute,
+        anchor,
+        *tensors,
+        use_reentrant=True,
+        preserve_rng_state=options.preserve_rng_state,
+    )
+    connected = tuple(
+        t if wanted else t.detach()
+        for t, wanted in zip(results, differentiable, strict=True)
+    )
+    for t in connected:
+        if t.grad_fn is not None:
+            t.grad_fn.register_prehook(_refuse_create_graph)
+            break
+    return connected
+
+
+def _refuse_create_graph(_gradients: object) -> None:
+    # Grad mode in a backward is on exactly under create_graph=True.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "strategy 'reentrant' cannot be differentiated twice: its gradients would"
+            " be silently detached under create_graph=True; use"
+            " strategy='non_reentrant'"
+        )
+
+
+def _refuse_process_group() -> None:
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        raise RuntimeError(
+            f"strategy 'reentrant' in a process group of {distributed.get_world_size()}"
+            " ranks: parameter hooks would run once per chunk, and under"
+            " DistributedDataParallel gradients would be silently wrong; use"
+            " strategy='non_reentrant'"
+        )

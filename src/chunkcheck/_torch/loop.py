@@ -1,0 +1,142 @@
+"""The loop over the chunks: cut the arguments once, run each chunk, join once.
+
+Knows plans and trees. How a chunk is checkpointed is the executor's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chunkcheck._arguments import Call
+from chunkcheck._plan import Plan
+from chunkcheck._strategies import Strategy
+from chunkcheck._torch.checkpoints import executor
+from chunkcheck._torch.compat import version
+from chunkcheck._torch.results import Results
+from chunkcheck._torch.tensors import as_contiguous, cut, is_tensor, memory_format
+from chunkcheck._tree import Tree, flatten
+
+
+def run(
+    call: Call, leaves: list[object], plan: Plan, out_dim: object, strategy: Strategy
+) -> object:
+    """Return what `call` gives on `leaves`, computed chunk by chunk as `plan` says."""
+    template = _Template(call, leaves, plan)
+    execute = executor(strategy)
+    pieces = [
+        cut(leaves[i], plan.size, plan.dims[i])  # type: ignore[arg-type]
+        for i in template.chunked
+    ]
+    whole: list[Tensor] = [leaves[i] for i in template.whole]  # type: ignore[misc]
+    results = Results(plan, out_dim)
+    for index, (start, stop) in enumerate(plan):
+        chunk = _Chunk(template, start, stop)
+        tensors = execute(chunk, *(piece[index] for piece in pieces), *whole)
+        tree, values = chunk.result(tensors)
+        results.add(tree, values, start, stop)
+    return results.join(leaf for leaf in leaves if is_tensor(leaf))
+
+
+_TENSOR = object()  # stands for a tensor where the tensor itself is not to be held
+
+
+class _Template:
+    """The call with its tensors taken out, which recompute needs as forward does."""
+
+    def __init__(self, call: Call, leaves: list[object], plan: Plan) -> None:
+        self.call = call
+        self.plan = plan
+        self.constants: list[object] = []
+        self.chunked: list[int] = []  # positions among the leaves
+        self.whole: list[int] = []
+        self.formats: list[torch.memory_format | None] = []  # of the chunked ones
+        for position, (leaf, dim) in enumerate(zip(leaves, plan.dims, strict=True)):
+            self.constants.append(_TENSOR if is_tensor(leaf) else leaf)
+            if is_tensor(leaf) and dim is not None:
+                self.chunked.append(position)
+                self.formats.append(memory_format(leaf))
+            elif is_tensor(leaf):
+                self.whole.append(position)
+
+
+class _Chunk:
+    """`f` on the rows of one chunk, as a function of flat tensors.
+
+    Recompute calls it again, long after the loop, so it holds no tensor: neither an
+    argument nor a result.
+    """
+
+    __slots__ = ("_others", "_start", "_stop", "_template", "_tree")
+
+    def __init__(self, template: _Template, start: int, stop: int) -> None:
+        self._template = template
+        self._start = start
+        self._stop = stop
+        self._tree: Tree | None = None
+        self._others: list[object] = []  # the result's leaves but for tensors
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run `f` and return the tensor leaves of its result."""
+        template = self._template
+        formats = template.formats
+        given = [*map(as_contiguous, tensors, formats), *tensors[len(formats) :]]
+        leaves = list(template.constants)
+        positions = (*template.chunked, *template.whole)
+        for position, tensor in zip(positions, given, strict=True):
+            leaves[position] = tensor
+        versions = [version(tensor) for tensor in given]
+        try:
+            result = template.call.invoke(leaves)
+        except Exception as error:
+            error.add_note(f"while running {self._name}")
+            if "is a view and is being modified inplace" in str(error):
+                error.add_note(
+                    "a chunk is a view of the caller's tensor, which f must not write"
+                    " to: clone it first"
+                )
+            raise
+        for position, tensor, before in zip(positions, given, versions, strict=True):
+            if version(tensor) != before:
+                raise RuntimeError(
+                    f"f wrote into {template.call.paths[position]} while running"
+                    f" {self._name}, but a chunk is a view of the caller's tensor:"
+                    " clone it before changing it"
+                )
+        values, self._tree = flatten(result)
+        self._others = [_TENSOR if is_tensor(value) else value for value in values]
+        return tuple(value for value in values if is_tensor(value))
+
+    def result(self, tensors: object) -> tuple[Tree, list[object]]:
+        """Return the result of `f`, given what the strategy made of its tensors.
+
+        Raises:
+            TypeError: That is not what the protocol asks for.
+
+        """
+        if self._tree is None:
+            raise TypeError(
+                "the strategy did not call f: it must return f(*tensors), a tuple of"
+                " tensors"
+            )
+        expected = sum(value is _TENSOR for value in self._others)
+        if not (
+            isinstance(tensors, tuple)
+            and len(tensors) == expected
+            and all(map(is_tensor, tensors))
+        ):
+            found = type(tensors).__name__
+            if isinstance(tensors, tuple | list):
+                found += f" of ({', '.join(type(t).__name__ for t in tensors)})"
+            raise TypeError(
+                f"the strategy must return what f(*tensors) returned, a tuple of"
+                f" {expected} tensors, found a {found}"
+            )
+        rest = iter(tensors)
+        return self._tree, [
+            next(rest) if value is _TENSOR else value for value in self._others
+        ]
+
+    @property
+    def _name(self) -> str:
+        return self._template.plan.describe(self._start, self._stop)

@@ -1,0 +1,72 @@
+"""Tensors: which take part, how one is cut into chunks and chunks joined to one.
+
+Knows dims and memory formats. Knows no tree, no strategy and no `f`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+_FORMATS = (
+    torch.contiguous_format,
+    torch.channels_last,
+    torch.channels_last_3d,
+)
+_FORMAT_DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether `value` is a torch tensor."""
+    return isinstance(value, Tensor)
+
+
+def shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of `tensor`; a nested tensor has none."""
+    return () if tensor.is_nested else tuple(tensor.shape)
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Return why `tensor` cannot be cut or joined, with the remedy, or None."""
+    if tensor.is_nested:
+        return (
+            "a nested tensor, which has no dim of equal rows: pass a padded tensor and"
+            " a mask, or write None for its dim to pass it whole"
+        )
+    if tensor.layout != torch.strided:
+        return (
+            f"a tensor of layout {tensor.layout}, which cannot be cut: convert it by"
+            " .to_dense(), or write None for its dim to pass it whole"
+        )
+    return None
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format | None:
+    """Return the format in which `tensor` is contiguous, if in any."""
+    for candidate in _FORMATS:
+        dims = _FORMAT_DIMS.get(candidate, tensor.dim())
+        if dims == tensor.dim() and tensor.is_contiguous(memory_format=candidate):
+            return candidate
+    return None
+
+
+def cut(tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
+    """Return views of `tensor`, `size` rows each.
+
+    One split for all chunks: the backward of a slice per chunk would fill a zero tensor
+    of the whole size each time, which is quadratic in their number.
+    """
+    return torch.split(tensor, size, dim)
+
+
+def as_contiguous(tensor: Tensor, layout: torch.memory_format | None) -> Tensor:
+    """Return `tensor` itself if it is contiguous in `layout`, else a copy that is."""
+    return tensor if layout is None else tensor.contiguous(memory_format=layout)
+
+
+def join(chunks: Sequence[Tensor], dim: int) -> Tensor:
+    """Return a fresh tensor of all chunks."""
+    return torch.cat(list(chunks), dim)

@@ -1,0 +1,96 @@
+"""Tests of `_strategies`: declarations, names, and what is no strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import get_args
+
+import pytest
+
+import chunkcheck
+from chunkcheck import NoCheckpoint, NonReentrant, Reentrant
+from chunkcheck._strategies import resolve_strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("auto", NonReentrant()),
+        ("non_reentrant", NonReentrant()),
+        ("reentrant", Reentrant()),
+        ("none", NoCheckpoint()),
+    ],
+)
+def test_names_stand_for_the_default_options(name: str, strategy: object) -> None:
+    assert resolve_strategy(name) == strategy
+
+
+def test_every_name_is_known() -> None:
+    for name in get_args(chunkcheck.StrategyName):
+        resolve_strategy(name)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        NonReentrant(preserve_rng_state=False, determinism_check="none"),
+        Reentrant(preserve_rng_state=False),
+        NoCheckpoint(),
+    ],
+    ids=repr,
+)
+def test_instances_are_values(
+    strategy: NonReentrant | Reentrant | NoCheckpoint,
+) -> None:
+    assert resolve_strategy(strategy) is strategy
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert len({strategy, dataclasses.replace(strategy)}) == 1
+    assert type(strategy).__name__ in repr(strategy)
+    for field in dataclasses.fields(strategy):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(strategy, field.name, None)
+
+
+def test_each_has_only_its_own_options() -> None:
+    def options(strategy: type) -> list[str]:
+        return [field.name for field in dataclasses.fields(strategy)]
+
+    assert options(NoCheckpoint) == []
+    assert options(Reentrant) == ["preserve_rng_state"]
+    assert options(NonReentrant) == [
+        "preserve_rng_state",
+        "determinism_check",
+        "context_fn",
+        "early_stop",
+        "debug",
+    ]
+
+
+def test_any_callable_is_a_strategy() -> None:
+    assert resolve_strategy(print) is print
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (None, TypeError, "strategy is None: write strategy='none'"),
+        (
+            NonReentrant,
+            TypeError,
+            r"the class NonReentrant: .*strategy=NonReentrant\(\)",
+        ),
+        (7, TypeError, "must be one of 'auto'.*found 7 of type int"),
+        ("nonreentrant", ValueError, "did you mean 'non_reentrant'"),
+        (
+            "zzz",
+            ValueError,
+            "'zzz' is none of 'auto', 'non_reentrant', 'reentrant', 'no",
+        ),
+    ],
+)
+def test_what_is_no_strategy(
+    value: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve_strategy(value)
