@@ -45,10 +45,3 @@ def test_version() -> None:
     assert compat.version(x) != before
     with torch.inference_mode():
         assert compat.version(torch.ones(2)) is None
-
-
-def test_is_inference() -> None:
-    with torch.inference_mode():
-        inside = torch.ones(2)
-    assert compat.is_inference(inside)
-    assert not compat.is_inference(torch.ones(2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from typing import Any, NamedTuple
 
@@ -81,6 +83,23 @@ def test_containers_keep_what_makes_them_work() -> None:
     assert factory["new"] == []
     assert queue.maxlen == 5
     assert named.total() == 3
+
+
+def test_no_cycle_keeps_a_leaf_alive() -> None:
+    class Leaf:
+        pass
+
+    leaf = Leaf()
+    alive = weakref.ref(leaf)
+    gc.collect()
+    gc.disable()
+    try:
+        leaves, tree = flatten({"a": [leaf]})
+        rebuilt = unflatten(tree, leaves)
+        del leaf, leaves, rebuilt
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_containers_are_fresh() -> None:

@@ -18,3 +18,15 @@ __all__ = [
     "chunked",
 ]
 __version__ = "0.2.0.dev0"
+
+# So that reprs, pickles and tracebacks name what a user can import.
+for _public in (
+    ChunkStrategy,
+    NoCheckpoint,
+    NonReentrant,
+    Reentrant,
+    chunk_and_checkpoint,
+    chunked,
+):
+    _public.__module__ = __name__
+del _public

@@ -79,7 +79,8 @@ def chunk_and_checkpoint(
     """
     if not_options:
         raise TypeError(_keyword_message(f, chunk_size, batch_dim, not_options))
-    result = _run(f, args, {}, chunk_size, batch_dim, out_dim, strategy)
+    run = _backend().untraced(_run)
+    result = run(f, args, {}, chunk_size, batch_dim, out_dim, strategy)
     return cast("R", result)
 
 
@@ -132,7 +133,8 @@ def chunked(
     # A module's __dict__ is its parameters, so only name and docstring are taken over.
     @functools.wraps(f, updated=())
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = _run(f, args, kwargs, chunk_size, batch_dim, out_dim, chosen)
+        run = _backend().untraced(_run)
+        result = run(f, args, kwargs, chunk_size, batch_dim, out_dim, chosen)
         return cast("R", result)
 
     return call
@@ -140,6 +142,8 @@ def chunked(
 
 class _Backend(Library, Protocol):
     """What this module asks of a backend."""
+
+    def untraced(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
     def run(
         self,

@@ -171,29 +171,33 @@ def _container(kind: type) -> Container | None:
 def flatten(value: object) -> tuple[list[object], Tree]:
     """Return the leaves of `value`, in order, and its structure. `None` is a leaf."""
     leaves: list[object] = []
+    return leaves, _take(value, leaves)
 
-    def visit(value: object) -> Tree:
-        kind = type(value)
-        container = _container(kind)
-        if container is None:
-            leaves.append(value)
-            return LEAF
-        keys, children, context = container.split(value)
-        return Tree(kind, tuple(keys), tuple(map(visit, children)), context, container)
 
-    return leaves, visit(value)
+# Recursive functions at module level: a nested one would refer to itself through its
+# closure, a cycle that keeps all leaves alive until the garbage collector comes.
+
+
+def _take(value: object, leaves: list[object]) -> Tree:
+    kind = type(value)
+    container = _container(kind)
+    if container is None:
+        leaves.append(value)
+        return LEAF
+    keys, values, context = container.split(value)
+    children = tuple([_take(child, leaves) for child in values])
+    return Tree(kind, tuple(keys), children, context, container)
 
 
 def unflatten(tree: Tree, leaves: Iterable[object]) -> Any:
     """Build a fresh value of structure `tree` from its leaves."""
-    rest = iter(leaves)
+    return _build(tree, iter(leaves))
 
-    def build(tree: Tree) -> object:
-        if tree.container is None:
-            return next(rest)
-        return tree.container.build(tree, [build(child) for child in tree.children])
 
-    return build(tree)
+def _build(tree: Tree, rest: Iterator[object]) -> object:
+    if tree.container is None:
+        return next(rest)
+    return tree.container.build(tree, [_build(child, rest) for child in tree.children])
 
 
 class Entry(NamedTuple):

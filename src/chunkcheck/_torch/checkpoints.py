@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from chunkcheck._strategies import NoCheckpoint, NonReentrant, Reentrant, Strategy
-from chunkcheck._torch.compat import is_inference, transforms_active
+from chunkcheck._torch.compat import transforms_active
 from chunkcheck._typing import ChunkStrategy, FlatFunction
 
 
@@ -21,8 +21,7 @@ def executor(strategy: Strategy) -> ChunkStrategy:
     """Return the callable that runs one chunk under `strategy`.
 
     Where nothing can be saved for backward, or a transform forbids the hooks that
-    checkpointing needs, that is a plain call. Under torch.compile it is torch's
-    non-reentrant checkpoint, the only form that keeps its saving once compiled.
+    checkpointing needs, that is a plain call.
 
     Raises:
         RuntimeError: `strategy` would give wrong gradients here.
@@ -36,8 +35,6 @@ def executor(strategy: Strategy) -> ChunkStrategy:
         case NonReentrant():
             return functools.partial(_non_reentrant, strategy)
         case Reentrant():
-            if torch.compiler.is_compiling():
-                return functools.partial(_non_reentrant, NonReentrant())
             _refuse_process_group()
             return functools.partial(_reentrant, strategy)
         case _:
@@ -52,7 +49,7 @@ def plain(f: FlatFunction, /, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _non_reentrant(
     options: NonReentrant, f: FlatFunction, /, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    if any(is_inference(t) for t in tensors):
+    if any(t.is_inference() for t in tensors):
         f, tensors = _without_inference_tensors(f, tensors)
     early_stop = (
         contextlib.nullcontext()
@@ -117,7 +114,7 @@ def _without_inference_tensors(
 
     As constants they are right in plain `f`, as long as it does not save them either.
     """
-    constant = {i: t for i, t in enumerate(tensors) if is_inference(t)}
+    constant = {i: t for i, t in enumerate(tensors) if t.is_inference()}
 
     def bound(*saved: Tensor) -> tuple[Tensor, ...]:
         rest = iter(saved)
@@ -125,7 +122,7 @@ def _without_inference_tensors(
             *(constant[i] if i in constant else next(rest) for i in range(len(tensors)))
         )
 
-    return bound, tuple(t for t in tensors if not is_inference(t))
+    return bound, tuple(t for t in tensors if not t.is_inference())
 
 
 def _reentrant(

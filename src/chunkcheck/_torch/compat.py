@@ -30,16 +30,9 @@ def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch._C._is_alias_of(a, b))  # noqa: SLF001
 
 
-def is_inference(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` was made in inference mode; not known under torch.compile."""
-    return not torch.compiler.is_compiling() and tensor.is_inference()
-
-
 def version(tensor: torch.Tensor) -> int | None:
     """Return how often the memory of `tensor` was written to; None if not counted.
 
     Public code sees this number only in the error that it causes.
     """
-    if torch.compiler.is_compiling() or tensor.is_inference():
-        return None
-    return tensor._version  # noqa: SLF001
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001

@@ -5,6 +5,8 @@ Knows plans and trees. How a chunk is checkpointed is the executor's business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,17 @@ from chunkcheck._torch.compat import version
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.tensors import as_contiguous, cut, is_tensor, memory_format
 from chunkcheck._tree import Tree, flatten
+from chunkcheck._typing import P, R
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, such that torch.compile breaks its graph there.
+
+    Traced, the recompute would be merged with the forward run and save nothing.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(function)
+    return function
 
 
 def run(
