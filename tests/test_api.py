@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.reference import (
+from torch import Tensor, nn
+
+from chunkcheck import NonReentrant, chunk_and_checkpoint, chunked
+from reference import (
     Counted,
     Strategy,
     assert_same,
     assert_same_as_plain,
     strategies,
 )
-from torch import Tensor, nn
-
-from chunkcheck import NonReentrant, chunk_and_checkpoint, chunked
 
 
 class Out(NamedTuple):
@@ -459,7 +459,7 @@ def test_f_that_writes_into_a_chunk_with_a_gradient_is_an_error(
 
 def test_arguments_are_left_as_they_were() -> None:
     x = rows(6, 5)
-    batch = {"x": x, "rest": [x, None, 3]}
+    batch: dict[str, Any] = {"x": x, "rest": [x, None, 3]}
     version = x._version
     chunk_and_checkpoint(lambda b: b["x"].sin(), batch, chunk_size=4).sum().backward()
     assert list(batch) == ["x", "rest"]
@@ -627,7 +627,8 @@ def test_calls_nest() -> None:
     net = mlp()
 
     def inner(x: Tensor) -> Tensor:
-        return chunk_and_checkpoint(net, x, chunk_size=2, batch_dim=1)
+        y: Tensor = chunk_and_checkpoint(net, x, chunk_size=2, batch_dim=1)
+        return y
 
     assert_same_as_plain(
         inner, (rows(4, 3, 5),), chunk_size=3, strategy=NonReentrant(), captured=net

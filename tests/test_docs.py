@@ -50,7 +50,9 @@ def test_every_public_function_has_an_example_that_runs() -> None:
 
 def commands(text: str) -> list[str]:
     """Return the commands of a page's shell blocks, a line each."""
-    blocks = re.findall(r"^```(?:bash|console|sh)\n(.*?)^```", text, re.M | re.S)
+    blocks = re.findall(
+        r"^```(?:bash|console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    )
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     return [
         part.strip()

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.reference import (
+from torch import Tensor, nn
+
+from chunkcheck import chunk_and_checkpoint
+from reference import (
     Counted,
     Strategy,
     assert_same_as_plain,
     strategies,
     without_gc,
 )
-from torch import Tensor, nn
-
-from chunkcheck import chunk_and_checkpoint
 
 
 def net() -> nn.Module:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.reference import assert_same_as_plain
 from torch import Tensor
 
 from chunkcheck import chunk_and_checkpoint
 from chunkcheck._torch.tensors import as_contiguous, cut, join, memory_format
+from reference import assert_same_as_plain
 
 INPUTS = {
     "contiguous": lambda: torch.arange(12.0).view(6, 2),

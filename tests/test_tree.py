@@ -47,10 +47,10 @@ class Registered:
 _pytree.register_pytree_node(
     Registered,
     lambda value: ([value.left, value.right], value.label),
-    lambda children, label: Registered(*children, label),  # type: ignore[arg-type]
+    lambda children, label: Registered(*children, label),  # type: ignore[call-arg]
 )
 
-VALUES = [
+VALUES: list[object] = [
     1,
     None,
     "text",
@@ -59,7 +59,7 @@ VALUES = [
     {},
     (1, [2, (3,)], {"a": 4}),
     OrderedDict(b=1, a=[2]),
-    defaultdict(list, {"x": 1}),
+    defaultdict[str, object](list, {"x": 1}),
     deque([1, 2], maxlen=5),
     Point(1, (2, 3)),
     Named(1, 2),
@@ -78,8 +78,9 @@ def test_unflatten_inverts_flatten(value: object) -> None:
 
 
 def test_containers_keep_what_makes_them_work() -> None:
-    value = (defaultdict(list, {"x": 1}), deque([1], maxlen=5), Named(1, 2))
-    factory, queue, named = unflatten(*reversed(flatten(value)))  # type: ignore[misc]
+    factory: defaultdict[str, object] = defaultdict(list, {"x": 1})
+    leaves, tree = flatten((factory, deque([1], maxlen=5), Named(1, 2)))
+    factory, queue, named = unflatten(tree, leaves)
     assert factory["new"] == []
     assert queue.maxlen == 5
     assert named.total() == 3

@@ -55,7 +55,7 @@ def is_array(value: object) -> bool:
     if not hasattr(value, "dtype"):
         return False
     try:
-        shape = value.shape  # type: ignore[attr-defined]
+        shape = getattr(value, "shape", ())
     except Exception:  # noqa: BLE001 (a nested tensor has none)
         return True
     return isinstance(shape, tuple) and len(shape) > 0

@@ -23,14 +23,18 @@ R = TypeVar("R")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# A tuple is checked entry by entry. `list[Any]` rather than `list[BatchDim]`, since a
-# list is invariant and a variable of type `list[int]` would be rejected.
-BatchDim: TypeAlias = (
-    "int | tuple[BatchDim, ...] | list[Any] | Mapping[Any, BatchDim] | None"
-)
+# Only the recursion is quoted: pyright does not read an alias of several strings. A
+# tuple is checked entry by entry. `list[Any]` rather than `list[Dim]`, since a list is
+# invariant and a variable of type `list[int]` would be rejected.
+Dim: TypeAlias = int | tuple["Dim", ...] | list[Any] | Mapping[Any, "Dim"] | None
+BatchDim: TypeAlias = int | tuple[Dim, ...] | Mapping[str, Dim] | None
 OutDim: TypeAlias = (
-    "int | Literal['auto', 'sum', 'mean'] | tuple[OutDim, ...] | list[Any]"
-    " | Mapping[Any, OutDim] | None"
+    int
+    | Literal["auto", "sum", "mean"]
+    | tuple["OutDim", ...]
+    | list[Any]
+    | Mapping[Any, "OutDim"]
+    | None
 )
 
 ContextFn: TypeAlias = Callable[

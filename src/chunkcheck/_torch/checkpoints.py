@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -56,10 +57,12 @@ def _non_reentrant(
         if options.early_stop
         else set_checkpoint_early_stop(False)
     )
-    given = {} if options.context_fn is None else {"context_fn": options.context_fn}
+    given: dict[str, Any] = (
+        {} if options.context_fn is None else {"context_fn": options.context_fn}
+    )
     guarded = _Guarded(f)
     with early_stop:
-        results = checkpoint(
+        results: tuple[Tensor, ...] = checkpoint(
             guarded,
             *tensors,
             use_reentrant=False,

@@ -27,7 +27,7 @@ def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     `untyped_storage().data_ptr()` is 0 for meta and fake tensors, and an error for
     sparse ones.
     """
-    return bool(torch._C._is_alias_of(a, b))  # noqa: SLF001
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def version(tensor: torch.Tensor) -> int | None:

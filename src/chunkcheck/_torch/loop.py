@@ -27,7 +27,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     Traced, the recompute would be merged with the forward run and save nothing.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(function)
+        disabled: Callable[P, R] = torch.compiler.disable(function)
+        return disabled
     return function
 
 
@@ -37,18 +38,20 @@ def run(
     """Return what `call` gives on `leaves`, computed chunk by chunk as `plan` says."""
     template = _Template(call, leaves, plan)
     execute = executor(strategy)
-    pieces = [
-        cut(leaves[i], plan.size, plan.dims[i])  # type: ignore[arg-type]
-        for i in template.chunked
+    tensors = [
+        (leaf, dim)
+        for leaf, dim in zip(leaves, plan.dims, strict=True)
+        if is_tensor(leaf)
     ]
-    whole: list[Tensor] = [leaves[i] for i in template.whole]  # type: ignore[misc]
+    pieces = [cut(leaf, plan.size, dim) for leaf, dim in tensors if dim is not None]
+    whole = [leaf for leaf, dim in tensors if dim is None]
     results = Results(plan, out_dim)
     for index, (start, stop) in enumerate(plan):
         chunk = _Chunk(template, start, stop)
-        tensors = execute(chunk, *(piece[index] for piece in pieces), *whole)
-        tree, values = chunk.result(tensors)
+        given = (*(piece[index] for piece in pieces), *whole)
+        tree, values = chunk.result(execute(chunk, *given))
         results.add(tree, values, start, stop)
-    return results.join(leaf for leaf in leaves if is_tensor(leaf))
+    return results.join(leaf for leaf, _ in tensors)
 
 
 _TENSOR = object()  # stands for a tensor where the tensor itself is not to be held
