@@ -50,8 +50,7 @@ def plain(f: FlatFunction, /, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _non_reentrant(
     options: NonReentrant, f: FlatFunction, /, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    if any(t.is_inference() for t in tensors):
-        f, tensors = _without_inference_tensors(f, tensors)
+    f, tensors = _without_inference_tensors(f, tensors)
     early_stop = (
         contextlib.nullcontext()
         if options.early_stop
@@ -71,37 +70,38 @@ def _non_reentrant(
             debug=options.debug,
             **given,
         )
-    guarded.end_forward()
+    guarded.raise_error()
     return results
 
 
 class _Guarded:
-    """`f`, whose error in forward is raised once torch's checkpoint has been left.
+    """`f`, whose error in its first run is raised once torch's checkpoint is left.
 
     Up to torch 2.9 an error that passes through `checkpoint` leaves its saved-tensor
     hooks on the stack for as long as the error lives, and they corrupt every later
     backward: a retry after an out-of-memory error would raise that error once more.
     """
 
-    __slots__ = ("_error", "_f", "_forward")
+    __slots__ = ("_error", "_f", "_started")
 
     def __init__(self, f: FlatFunction) -> None:
         self._f = f
-        self._forward = True
+        self._started = False
         self._error: BaseException | None = None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if not self._forward:
+        # A recompute may come before the first run has ended: `f` may call autograd.
+        if self._started:
             return self._f(*tensors)
+        self._started = True
         try:
             return self._f(*tensors)
-        except BaseException as error:  # noqa: BLE001 (raised by end_forward)
+        except BaseException as error:  # noqa: BLE001 (raise_error will)
             self._error = error
             return ()
 
-    def end_forward(self) -> None:
-        """Raise the error of the forward run; later runs raise their own."""
-        self._forward = False
+    def raise_error(self) -> None:
+        """Raise the error of the first run, if any; later runs raise their own."""
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -118,12 +118,14 @@ def _without_inference_tensors(
     As constants they are right in plain `f`, as long as it does not save them either.
     """
     constant = {i: t for i, t in enumerate(tensors) if t.is_inference()}
+    if not constant:
+        return f, tensors
+
+    count = len(tensors)  # not `tensors`, which torch may free before this closure
 
     def bound(*saved: Tensor) -> tuple[Tensor, ...]:
         rest = iter(saved)
-        return f(
-            *(constant[i] if i in constant else next(rest) for i in range(len(tensors)))
-        )
+        return f(*(constant[i] if i in constant else next(rest) for i in range(count)))
 
     return bound, tuple(t for t in tensors if not t.is_inference())
 
@@ -131,6 +133,7 @@ def _without_inference_tensors(
 def _reentrant(
     options: Reentrant, f: FlatFunction, /, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
+    f, tensors = _without_inference_tensors(f, tensors)
     differentiable: list[bool] = []
 
     def forward_or_recompute(_anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
