@@ -8,6 +8,8 @@ import hypothesis
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the tensors are small: threads would only cost time
+
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=500, deadline=None)
 hypothesis.settings.register_profile("nightly", max_examples=10_000, deadline=None)
