@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -459,9 +458,3 @@ class TestReplay:
 
     def test_what_is_outside_the_step_does_not_count(self) -> None:
         assert self.held((-1, 16, 5), (1, 32, 3), (101, 48, 9)) == [0, 3, 3]
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    failed, attempted = doctest.testmod(_memory)
-    assert attempted > 5
-    assert failed == 0
