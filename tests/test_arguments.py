@@ -59,6 +59,11 @@ def test_a_tuple_beside_a_keyword_tensor_prints_the_mapping() -> None:
     assert "batch_dim={'x': 0, 'table': None, 'mask': 0}" in str(caught.value)
 
 
+def test_a_tuple_beside_a_keyword_tensor_of_an_f_without_signature() -> None:
+    with pytest.raises(TypeError, match="hold tensors: pass them by position"):
+        said((0,), ARRAY, f=torch.add, other=ARRAY)
+
+
 def test_a_mapping_covers_positional_and_keyword_arguments() -> None:
     dims = {"x": 0, "table": None, "mask": {"m": 1}}
     assert said(dims, ARRAY, ARRAY, mask={"m": ARRAY}) == {

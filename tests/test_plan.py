@@ -141,6 +141,11 @@ def test_a_batch_dim_that_is_no_int(dim: object) -> None:
         plan_arguments([leaf((3, 4), dim)], 2)
 
 
+def test_what_passes_whole_has_no_say_in_the_shared_dim() -> None:
+    result = plan_arguments([leaf((6, 2), -2), leaf((3, 1), 1), leaf((4,), None)], 2)
+    assert result.shared_dim == -2
+
+
 def test_an_explicit_int_at_a_non_tensor() -> None:
     with pytest.raises(TypeError, match=r"args\[0\] is no tensor, but batch_dim is 0"):
         plan_arguments([leaf(None, exact=True), leaf((3, 4))], 2)

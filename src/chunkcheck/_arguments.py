@@ -67,8 +67,13 @@ def batch_entries(call: Call, batch_dim: object, arrays: Sequence[bool]) -> list
         if any(arrays[len(entries) :]):
             raise TypeError(
                 f"batch_dim is the tuple {batch_dim!r}, which says nothing of the"
-                " keyword arguments that hold tensors: write a mapping by parameter"
-                f" name, such as batch_dim={_suggestion(call, batch_dim)}"
+                " keyword arguments that hold tensors: "
+                + (
+                    "pass them by position"
+                    if _signature(call.f) is None
+                    else "write a mapping by parameter name, such as"
+                    f" batch_dim={_suggestion(call, batch_dim)}"
+                )
             )
         return entries + [Entry(None, False, "batch_dim")] * call.kwargs.count()
     if isinstance(batch_dim, list):

@@ -103,62 +103,50 @@ def plan_arguments(leaves: Sequence[Leaf], chunk_size: int | None) -> Plan:
         ValueError: A leaf lacks its dim, sizes differ, or no leaf is chunked.
 
     """
-    dims: list[int | None] = []
-    written: set[int] = set()
-    for leaf in leaves:
-        dim = _checked_dim(leaf.entry.value, leaf.entry.where, "an int or None")
-        if dim is None:
-            dims.append(None)
-        elif leaf.shape is None:
-            if leaf.entry.exact and not leaf.absent:
-                raise TypeError(
-                    f"{leaf.path} is no tensor, but {leaf.entry.where} is {dim}: write"
-                    " None there"
-                )
-            dims.append(None)
-        elif not leaf.shape:
-            dims.append(None)
-        else:
-            dims.append(
-                _normalized(leaf, leaf.shape, dim, "write None there to pass it whole")
-            )
-            written.add(dim)
-    sized = [
-        (leaf, dim, leaf.shape[dim])
-        for leaf, dim in zip(leaves, dims, strict=True)
-        if dim is not None and leaf.shape is not None
-    ]
+    sized = {
+        index: (leaf, leaf.shape, dim)
+        for index, leaf in enumerate(leaves)
+        if (dim := _batch_dim(leaf)) is not None and leaf.shape is not None
+    }
     if not sized:
         raise ValueError(
             "no tensor is chunked: batch_dim must be an int for at least one argument"
             " that is a tensor of one dim or more"
         )
-    rows = max(size for _, _, size in sized)
-    if any(size != rows and not size == 1 < rows for _, _, size in sized):
+    rows = max(shape[dim] for _, shape, dim in sized.values())
+    if any(shape[dim] not in (1, rows) for _, shape, dim in sized.values()):
         raise ValueError(
             f"the chunked tensors must agree in size along their batch dim ({rows}, or"
             " 1 to pass whole), found:\n"
             + "\n".join(
-                f"  {leaf.path} of shape {leaf.shape}: size {size} along dim {dim}"
-                for leaf, dim, size in sized
+                f"  {leaf.path} of shape {shape}: size {shape[dim]} along dim {dim}"
+                for leaf, shape, dim in sized.values()
             )
             + "\nwrite None in batch_dim for what is not part of the batch"
         )
-    cut = tuple(
-        dim
-        if dim is not None and leaf.shape is not None and leaf.shape[dim] == rows
-        else None
-        for leaf, dim in zip(leaves, dims, strict=True)
-    )
-    distinct = {dim for dim in cut if dim is not None}
-    shared = written if len(written) == 1 else distinct
+    cut = {index: dim for index, (_, shape, dim) in sized.items() if shape[dim] == rows}
+    written = {leaves[index].entry.value for index in cut}
+    shared = written if len(written) == 1 else set(cut.values())
     return Plan(
         rows=rows,
         size=max(1, rows if chunk_size is None else min(chunk_size, rows)),
-        dims=cut,
-        shared_dim=next(iter(shared)) if len(shared) == 1 else None,
-        passes_one=any(size != rows for _, _, size in sized),
+        dims=tuple(cut.get(index) for index in range(len(leaves))),
+        shared_dim=operator.index(*shared) if len(shared) == 1 else None,
+        passes_one=len(cut) < len(sized),
     )
+
+
+def _batch_dim(leaf: Leaf) -> int | None:
+    """Return the dim along which a leaf may be cut, counted from its first."""
+    dim = _checked_dim(leaf.entry.value, leaf.entry.where, "an int or None")
+    if dim is not None and leaf.shape is None and leaf.entry.exact and not leaf.absent:
+        raise TypeError(
+            f"{leaf.path} is no tensor, but {leaf.entry.where} is {dim}: write None"
+            " there"
+        )
+    if dim is None or not leaf.shape:
+        return None
+    return _normalized(leaf, leaf.shape, dim, "write None there to pass it whole")
 
 
 @dataclass(frozen=True, slots=True)
