@@ -135,16 +135,30 @@ def _reentrant(
 ) -> tuple[Tensor, ...]:
     f, tensors = _without_inference_tensors(f, tensors)
     differentiable: list[bool] = []
+    unused: list[bool] = []  # results that get no gradient
 
     def forward_or_recompute(_anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled():
-            return f(*tensors)
+            return _detached(f(*tensors), unused)
         # torch runs the forward without grad mode and then lets every result require
         # a gradient. With it, each result tells whether it does.
         with torch.enable_grad():
             results = f(*tensors)
         differentiable[:] = [t.requires_grad for t in results]
-        return tuple(t.detach() for t in results)
+        return _detached(results, [True] * len(results))
+
+    def before_backward(gradients: tuple[Tensor | None, ...]) -> None:
+        # Grad mode in a backward is on exactly under create_graph=True.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "strategy 'reentrant' cannot be differentiated twice: its gradients"
+                " would be silently detached under create_graph=True; use"
+                " strategy='non_reentrant'"
+            )
+        # torch fills in zeros for these, and then gives zeros where plain `f` gives
+        # None. It needs one result to run backward from.
+        missing = [gradient is None for gradient in gradients]
+        unused[:] = [] if all(missing) else missing
 
     # torch connects the results to the graph only if an argument requires a gradient,
     # so that parameters alone would get none. The anchor does.
@@ -156,25 +170,20 @@ def _reentrant(
         use_reentrant=True,
         preserve_rng_state=options.preserve_rng_state,
     )
-    connected = tuple(
-        t if wanted else t.detach()
-        for t, wanted in zip(results, differentiable, strict=True)
-    )
-    for t in connected:
-        if t.grad_fn is not None:
-            t.grad_fn.register_prehook(_refuse_create_graph)
-            break
+    connected = _detached(results, [not wanted for wanted in differentiable])
+    node = next((t.grad_fn for t in connected if t.grad_fn is not None), None)
+    if node is not None:
+        node.register_prehook(before_backward)
     return connected
 
 
-def _refuse_create_graph(_gradients: object) -> None:
-    # Grad mode in a backward is on exactly under create_graph=True.
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "strategy 'reentrant' cannot be differentiated twice: its gradients would"
-            " be silently detached under create_graph=True; use"
-            " strategy='non_reentrant'"
-        )
+def _detached(tensors: tuple[Tensor, ...], which: list[bool]) -> tuple[Tensor, ...]:
+    """Return `tensors`, some of them detached; an empty `which` means none."""
+    if not any(which):
+        return tensors
+    return tuple(
+        t.detach() if chosen else t for t, chosen in zip(tensors, which, strict=True)
+    )
 
 
 def _refuse_process_group() -> None:
