@@ -502,6 +502,127 @@ def test_an_error_in_f_keeps_its_type_and_says_where() -> None:
     assert caught.value.__notes__ == ["while running rows 8:10 of 10"]
 
 
+def test_an_error_in_f_says_what_was_cut() -> None:
+    def f(batch: dict[str, Tensor], weight: Tensor, table: Tensor) -> Tensor:
+        return batch["x"] @ weight @ table
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        chunk_and_checkpoint(
+            f,
+            {"x": rows(8, 8)},
+            rows(8, 3),
+            rows(3, 3),
+            chunk_size=4,
+            batch_dim=(0, 0, None),
+        )
+    assert caught.value.__notes__ == [
+        "while running rows 0:4 of 8",
+        (
+            "f was given these chunks: args[0]['x'] (4, 8), args[1] (4, 3); and whole:"
+            " args[2] (3, 3)"
+        ),
+    ]
+
+
+@strategies()
+def test_f_may_hang_hooks_on_its_arguments(strategy: Strategy) -> None:
+    def reverse(x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: -gradient)
+            bias.register_hook(lambda gradient: 2 * gradient)
+        return (x.square() + bias.exp()) * scale
+
+    x, bias, scale = rows(6, 3), rows(3), rows(6, 3)
+    assert_same_as_plain(
+        lambda x, scale, bias: reverse(x * 1, bias * 1, scale),
+        (x, scale, bias),
+        chunk_size=4,
+        batch_dim=(0, 0, None),
+        strategy=strategy,
+    )
+    y = chunk_and_checkpoint(
+        reverse, x, bias, scale, chunk_size=4, batch_dim=(0, None, 0), strategy=strategy
+    )
+    y.sum().backward()
+    plain = [t.detach().clone().requires_grad_() for t in (x, bias)]
+    ((plain[0].square() + plain[1].exp()) * scale.detach()).sum().backward()
+    torch.testing.assert_close(x.grad, -plain[0].grad)  # type: ignore[operator]
+    torch.testing.assert_close(bias.grad, 2 * plain[1].grad)  # type: ignore[operator]
+
+
+@strategies(without=["own_checkpoint"])  # which stops early, as is torch's default
+def test_f_may_set_back_at_its_end_what_it_set(strategy: Strategy) -> None:
+    module = nn.Sequential(mlp(), nn.Dropout(0.5)).train()
+
+    def f(x: Tensor) -> Tensor:
+        module.eval()
+        y: Tensor = module(x).tanh()
+        module.train()
+        return y
+
+    chunk_and_checkpoint(
+        f, rows(6, 5), chunk_size=4, strategy=strategy
+    ).sum().backward()
+    assert module.training
+    assert all(part.training for part in module.modules())
+
+
+@pytest.mark.parametrize("batch_dim", [0, (0, None)])
+def test_an_iterator_would_be_used_up(batch_dim: Any) -> None:
+    x = rows(4, 2)
+    with pytest.raises(TypeError, match=r"args\[1\] is an iterator \(generator\)"):
+        chunk_and_checkpoint(
+            lambda x, _: x, x, (i for i in range(3)), chunk_size=2, batch_dim=batch_dim
+        )
+    with pytest.raises(TypeError, match=r"result is an iterator \(list_iterator\)"):
+        chunk_and_checkpoint(lambda x: iter([x]), x, chunk_size=None)
+
+
+def test_an_empty_batch_beside_a_size_of_one() -> None:
+    y = chunk_and_checkpoint(torch.add, rows(0, 4), rows(1, 4), chunk_size=2)
+    assert y.shape == (0, 4)
+
+
+def test_under_no_grad_the_result_has_no_graph() -> None:
+    with torch.no_grad():
+        y = chunk_and_checkpoint(
+            torch.enable_grad()(torch.sin), rows(4, 2), chunk_size=3
+        )
+    assert not y.requires_grad
+
+
+@strategies()
+def test_a_recompute_with_other_keys_or_another_order(strategy: Strategy) -> None:
+    calls = 0
+
+    def f(x: Tensor) -> dict[str, Tensor]:
+        nonlocal calls
+        calls += 1
+        a, b = x.sin(), 3 * x.cos()
+        return {"a": a, "b": b} if calls == 1 else {"b": b, "a": a}
+
+    x = rows(4, 2)
+    out = chunk_and_checkpoint(f, x, chunk_size=None, strategy=strategy)
+    (out["a"] + 2 * out["b"]).sum().backward()
+    torch.testing.assert_close(x.grad, (x.cos() - 6 * x.sin()).detach())
+
+
+@strategies(without=["none", "own_checkpoint"])
+def test_a_recompute_with_another_structure(strategy: Strategy) -> None:
+    calls = 0
+
+    def f(x: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return x.sin() if calls == 1 else (x.sin(),)
+
+    y = chunk_and_checkpoint(f, rows(4, 2), chunk_size=None, strategy=strategy)
+    with pytest.raises(
+        ValueError, match=r"recomputed result of rows 0:4 of 4 is a sing"
+    ):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -633,3 +754,18 @@ def test_calls_nest() -> None:
     assert_same_as_plain(
         inner, (rows(4, 3, 5),), chunk_size=3, strategy=NonReentrant(), captured=net
     )
+
+
+def test_forces_in_evaluation() -> None:
+    module = mlp()
+
+    def energy_and_force(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            energy = module(x).square().sum(1)
+            (slope,) = torch.autograd.grad(energy.sum(), x)
+        return energy.detach(), -slope
+
+    x = rows(7, 5)
+    with torch.no_grad():
+        found = chunk_and_checkpoint(energy_and_force, x, chunk_size=3)
+        assert_same(found, energy_and_force(x))

@@ -111,9 +111,9 @@ def test_a_mapping_may_name_a_parameter_that_is_not_given() -> None:
 
 
 def test_a_mapping_that_leaves_out_a_tensor() -> None:
-    with pytest.raises(TypeError, match="names no dim for 'table', 'mask'") as caught:
+    with pytest.raises(TypeError, match="leaves out 'table', 'mask', where") as caught:
         said({"x": 1}, ARRAY, {"t": ARRAY}, mask=[ARRAY])
-    assert "batch_dim={'x': 1, 'table': 0, 'mask': 0}" in str(caught.value)
+    assert "'table': 0 to cut along dim 0, or 'table': None" in str(caught.value)
 
 
 def test_a_mapping_with_a_name_that_f_does_not_have() -> None:

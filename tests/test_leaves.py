@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,8 @@ OPAQUE = [
     pytest.param(UserDict(x=torch.ones(2)), "UserDict", id="mapping"),
     pytest.param(type("D", (dict,), {})(x=torch.ones(2)), "D", id="dict subclass"),
     pytest.param({torch.ones(2)}, "builtins.set", id="set"),
+    pytest.param({"x": torch.ones(2)}.values(), "dict_values", id="values"),
+    pytest.param(SimpleNamespace(x=torch.ones(2)), "SimpleNamespace", id="namespace"),
     pytest.param(
         torch.nn.utils.rnn.pack_sequence([torch.ones(2, 1)]), "PackedSequence", id="rnn"
     ),

@@ -63,7 +63,6 @@ def test_each_has_only_its_own_options() -> None:
         "determinism_check",
         "context_fn",
         "early_stop",
-        "debug",
     ]
 
 
@@ -95,3 +94,18 @@ def test_what_is_no_strategy(
 ) -> None:
     with pytest.raises(error, match=message):
         resolve_strategy(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"determinism_check": "foo"}, ValueError, "'default' or 'none', found 'foo'"),
+        ({"context_fn": 3}, TypeError, "a callable that returns two .* found 3"),
+    ],
+    ids=str,
+)
+def test_options_of_the_wrong_kind(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        NonReentrant(**options)

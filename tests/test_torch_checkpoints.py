@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -74,8 +73,12 @@ def test_a_users_strategy_sees_flat_tensors_chunked_ones_first() -> None:
         (lambda f, *t: f(*t) * 2, r"found a tuple of \(Tensor, Tensor\)"),
         (lambda f, *t: (f(*t), None)[1:], r"found a tuple of \(NoneType\)"),
         (lambda _, *t: t, "the strategy did not call f"),
+        (
+            lambda f, *_: f(),
+            "called f with 0 tensors instead of the 1 that it was given",
+        ),
     ],
-    ids=["list", "tensor", "twice", "none", "no call"],
+    ids=["list", "tensor", "twice", "none", "no call", "no tensors"],
 )
 def test_a_users_strategy_that_returns_something_else(own: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
@@ -224,60 +227,6 @@ def test_determinism_check() -> None:
     assert not isinstance(caught.value, error)
 
 
-def test_debug_adds_the_traces() -> None:
-    debug = NonReentrant(debug=True)
-    y = chunk_and_checkpoint(Drifts(), rows(2, 2), chunk_size=2, strategy=debug)
-    with pytest.raises(
-        torch.utils.checkpoint.CheckpointError, match="Operations executed"
-    ):
-        y.sum().backward()
-
-
-def test_context_fn() -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def note(name: str) -> Iterator[None]:
-        entered.append(name)
-        yield
-
-    strategy = NonReentrant(context_fn=lambda: (note("forward"), note("recompute")))
-    y = chunk_and_checkpoint(net(), rows(4, 4), chunk_size=2, strategy=strategy)
-    assert entered == ["forward", "forward"]
-    y.sum().backward()
-    assert entered == ["forward", "forward", "recompute", "recompute"]
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_early_stop(*, early_stop: bool) -> None:
-    ends = 0
-
-    def f(x: Tensor) -> Tensor:
-        nonlocal ends
-        y = x.sin()
-        ends += 1
-        return y
-
-    y = chunk_and_checkpoint(
-        f, rows(4, 2), chunk_size=2, strategy=NonReentrant(early_stop=early_stop)
-    )
-    assert ends == 2
-    y.sum().backward()
-    assert ends == (2 if early_stop else 4)
-
-
-def test_without_early_stop_a_broad_except_is_harmless() -> None:
-    def f(x: Tensor) -> Tensor:
-        try:
-            return x.sin()
-        except Exception:  # noqa: BLE001
-            return x * float("nan")
-
-    assert_same_as_plain(
-        f, (rows(4, 2),), chunk_size=2, strategy=NonReentrant(early_stop=False)
-    )
-
-
 def test_inference_tensors_pass_as_constants() -> None:
     with torch.inference_mode():
         chunked_constant, whole_constant = (
@@ -356,6 +305,42 @@ def test_reentrant_with_a_captured_history_raises_on_the_second_chunk() -> None:
     )
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.sum().backward()
+
+
+def test_reentrant_refuses_tensor_subclasses() -> None:
+    class Own(Tensor):
+        pass
+
+    class Overridden(Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            wrapped: Any = super().__torch_function__
+            return wrapped(*args, **kwargs)
+
+    weight = nn.Parameter(rows(4))
+    x = rows(4, 4)
+
+    def f(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    dims = (0, None)
+    chunk_and_checkpoint(
+        f, x.as_subclass(Own), weight, chunk_size=2, batch_dim=dims, strategy="none"
+    )
+    chunk_and_checkpoint(
+        f, x, weight, chunk_size=2, batch_dim=dims, strategy="reentrant"
+    )
+    with pytest.raises(
+        TypeError, match=r"got a Overridden: .*strategy='non_reentrant'"
+    ):
+        chunk_and_checkpoint(
+            f,
+            x.as_subclass(Overridden),
+            weight,
+            chunk_size=2,
+            batch_dim=dims,
+            strategy="reentrant",
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -203,7 +203,7 @@ def _keyword_message(
     keywords: Mapping[str, object],
 ) -> str:
     """Say how to give `f` keyword arguments."""
-    name = getattr(f, "__name__", type(f).__name__)
+    name = getattr(f, "__name__", "f")
     given = ", ".join(f"{key}={key}" for key in keywords)
     return (
         f"chunk_and_checkpoint has no option {', '.join(map(repr, keywords))} (it has"

@@ -63,8 +63,7 @@ def batch_entries(call: Call, batch_dim: object, arrays: Sequence[bool]) -> list
     if isinstance(batch_dim, Mapping):
         return _by_name(call, batch_dim, arrays)
     if isinstance(batch_dim, tuple):
-        entries = broadcast(batch_dim, call.args, "batch_dim", "args")
-        if any(arrays[len(entries) :]):
+        if any(arrays[call.args.count() :]):
             raise TypeError(
                 f"batch_dim is the tuple {batch_dim!r}, which says nothing of the"
                 " keyword arguments that hold tensors: "
@@ -75,6 +74,7 @@ def batch_entries(call: Call, batch_dim: object, arrays: Sequence[bool]) -> list
                     f" batch_dim={_suggestion(call, batch_dim)}"
                 )
             )
+        entries = broadcast(batch_dim, call.args, "batch_dim", "args")
         return entries + [Entry(None, False, "batch_dim")] * call.kwargs.count()
     if isinstance(batch_dim, list):
         raise TypeError(
@@ -98,19 +98,23 @@ def _by_name(
             missing[name] = None
         chosen = None if prefix is _ABSENT else prefix
         entries += broadcast(chosen, tree, f"batch_dim[{name!r}]", path)
-    if missing:
-        raise TypeError(
-            f"batch_dim names no dim for {', '.join(map(repr, missing))}, which hold"
-            f" tensors: write one, or None to pass them whole, such as"
-            f" batch_dim={_suggestion(call, batch_dim)}"
-        )
     unknown = [key for key in batch_dim if key not in named.accepted]
     if unknown:
         raise TypeError(
-            f"batch_dim names {', '.join(map(repr, unknown))}, but the parameters given"
-            f" to f are {', '.join(map(repr, named.accepted)) or 'none'}"
+            f"batch_dim names {_listed(unknown)}, but the parameters given to f are"
+            f" {_listed(named.accepted) or 'none'}"
+        )
+    if missing:
+        first = next(iter(missing))
+        raise TypeError(
+            f"batch_dim leaves out {_listed(missing)}, where f is given tensors: add"
+            f" {first!r}: 0 to cut along dim 0, or {first!r}: None to pass whole"
         )
     return entries
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(repr, names))
 
 
 _ABSENT = object()
@@ -189,17 +193,11 @@ def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _suggestion(call: Call, batch_dim: object) -> str:
-    """Return a mapping to write, with the dims already given and 0 for the others."""
+def _suggestion(call: Call, batch_dim: tuple[object, ...]) -> str:
+    """Return the mapping that says what a tuple says, with 0 for the keywords."""
     named = _parameters(call)
-    given: dict[str, object] = (
-        {str(k): v for k, v in batch_dim.items()}
-        if isinstance(batch_dim, Mapping)
-        else dict(zip(named.positional, batch_dim, strict=False))
-        if isinstance(batch_dim, tuple)
-        else {}
-    )
-    if isinstance(batch_dim, tuple) and len(batch_dim) > len(named.positional):
-        given[str(named.variadic)] = batch_dim[len(named.positional) :]
-    used = [name for name, *_ in _bound(call, named, {})]
-    return repr({name: given.get(name, 0) for name in used})
+    own = len(named.positional)
+    given: dict[str, object] = dict(zip(named.positional, batch_dim, strict=False))
+    if len(batch_dim) > own:
+        given[str(named.variadic)] = batch_dim[own:]
+    return repr({name: given.get(name, 0) for name, *_ in _bound(call, named, {})})

@@ -7,8 +7,9 @@ the library at hand is described by a `Library`, so none is imported here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from chunkcheck._plan import Leaf
@@ -38,6 +39,11 @@ def classify(path: str, value: Any, entry: Entry, library: Library) -> Leaf:
         TypeError: `value` holds rows that cannot be reached, and its dim is not None.
 
     """
+    if isinstance(value, Iterator):
+        raise TypeError(
+            f"{path} is an iterator ({type(value).__qualname__}), which the first chunk"
+            " would use up: make it a list or a tuple"
+        )
     if library.is_tensor(value):
         reason = None if entry.value is None else library.refusal(value)
         if reason is not None:
@@ -91,8 +97,10 @@ def _holds_tensor(value: object, library: Library, seen: set[int]) -> bool:
 def _contents(value: Any) -> Iterable[object]:
     if isinstance(value, Mapping):
         return list(value.values())
-    if isinstance(value, tuple | list | AbstractSet):
+    if isinstance(value, tuple | list | AbstractSet | ValuesView):
         return value
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).values())
     if dataclasses.is_dataclass(value):
         return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
     if hasattr(type(value), "__attrs_attrs__"):

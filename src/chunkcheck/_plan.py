@@ -113,11 +113,12 @@ def plan_arguments(leaves: Sequence[Leaf], chunk_size: int | None) -> Plan:
             "no tensor is chunked: batch_dim must be an int for at least one argument"
             " that is a tensor of one dim or more"
         )
-    rows = max(shape[dim] for _, shape, dim in sized.values())
+    sizes = {shape[dim] for _, shape, dim in sized.values()}
+    rows = 0 if sizes == {0, 1} else max(sizes)
     if any(shape[dim] not in (1, rows) for _, shape, dim in sized.values()):
         raise ValueError(
-            f"the chunked tensors must agree in size along their batch dim ({rows}, or"
-            " 1 to pass whole), found:\n"
+            "the chunked tensors must agree in size along their batch dim, but for a"
+            " size of 1, which passes whole; found:\n"
             + "\n".join(
                 f"  {leaf.path} of shape {shape}: size {shape[dim]} along dim {dim}"
                 for leaf, shape, dim in sized.values()
@@ -219,8 +220,9 @@ def _plan_result(leaf: Leaf, plan: Plan, rows: int) -> Join:
 def _join_dim(leaf: Leaf, shape: Shape, dim: int) -> int:
     if not shape:
         raise ValueError(
-            f"{leaf.path} is 0-dimensional and cannot be joined along dim {dim}: use"
-            " out_dim='sum' or 'mean' to reduce it over the chunks"
+            f"{leaf.path} is 0-dimensional and cannot be joined along dim {dim}: return"
+            " one entry per row and reduce the joined tensor; to reduce over the"
+            " chunks, use out_dim='sum' or 'mean' once they are available"
         )
     return _normalized(leaf, shape, dim, "write the dim that holds the rows")
 

@@ -18,7 +18,9 @@ class NonReentrant:
     """Checkpoint each chunk by `torch.utils.checkpoint` with `use_reentrant=False`.
 
     Exact under every backward mode that torch has. A captured tensor that is changed
-    in place between forward and backward goes unnoticed, as in torch's own.
+    in place between forward and backward goes unnoticed, as in torch's own. To see what
+    a determinism error is about, call backward under
+    `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)`, forward included.
 
     Attributes:
         preserve_rng_state: Replay the random state of the CPU and of the chunk's device
@@ -27,9 +29,14 @@ class NonReentrant:
             and recompute save, `"none"` compares nothing.
         context_fn: Returns two context managers, for forward and for recompute; also
             torch's hook for selective checkpointing.
-        early_stop: Stop the recompute once all that backward needs is there. `False`
-            suits an `f` with a broad `except`, which would swallow the stop.
-        debug: Add the trace of both runs to the determinism error.
+        early_stop: End the recompute, by an exception inside `f`, once all that
+            backward needs is there. It saves the last operations of `f`; right only if
+            `f` has no broad `except` and leaves nothing to set back at its end, such as
+            `module.train()` after `module.eval()`.
+
+    Raises:
+        TypeError: `context_fn` cannot be called.
+        ValueError: `determinism_check` is neither.
 
     Example:
         >>> from chunkcheck import NonReentrant
@@ -41,8 +48,19 @@ class NonReentrant:
     preserve_rng_state: bool = True
     determinism_check: Literal["default", "none"] = "default"
     context_fn: ContextFn | None = None
-    early_stop: bool = True
-    debug: bool = False
+    early_stop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                "determinism_check must be 'default' or 'none', found"
+                f" {self.determinism_check!r}"
+            )
+        if self.context_fn is not None and not callable(self.context_fn):
+            raise TypeError(
+                "context_fn must be a callable that returns two context managers, or"
+                f" None, found {self.context_fn!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +70,11 @@ class Reentrant:
     For code that depends on it; `NonReentrant` does more. Arguments and results of any
     structure work, and so does an `f` whose parameters alone require a gradient. What
     torch's reentrant checkpoint cannot do raises: `torch.autograd.grad`,
-    `backward(inputs=...)`, `create_graph=True`, a captured tensor with a history in two
-    chunks, and a process group of more than one rank, under which gradients would be
-    silently wrong. Parameter hooks run once per chunk.
+    `backward(inputs=...)`, `create_graph=True`, a second backward, from another result
+    as well, without `retain_graph`, a captured tensor with a history in two chunks, a
+    tensor subclass with a `__torch_function__` of its own, and a process group of more
+    than one rank, under which gradients would be silently wrong. Parameter hooks run
+    once per chunk.
 
     Attributes:
         preserve_rng_state: As in `NonReentrant`.

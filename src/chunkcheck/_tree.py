@@ -137,7 +137,8 @@ def _registered(kind: type) -> Container | None:
         children = list(children)
         with_keys = getattr(entry, "flatten_with_keys_fn", None)
         if with_keys is None:
-            return range(len(children)), children, context
+            by_key = isinstance(value, Mapping) and len(value) == len(children)
+            return list(value) if by_key else range(len(children)), children, context
         # The context that comes with the keys need not be one that rebuilds.
         pairs, _ = with_keys(value)
         keys = [_readable(key, index) for index, (key, _) in enumerate(pairs)]
@@ -146,7 +147,9 @@ def _registered(kind: type) -> Container | None:
         return keys, children, context
 
     def build(tree: Tree, values: Iterable[object]) -> object:
-        return entry.unflatten_fn(list(values), tree.context)
+        built = entry.unflatten_fn(list(values), tree.context)
+        # torch rebuilds its own Size as a tuple.
+        return tree.kind(built) if type(built) is tuple else built
 
     return Container(split, build)
 
@@ -234,8 +237,8 @@ def broadcast(prefix: object, tree: Tree, where: str, what: str) -> list[Entry]:
         return [Entry(prefix, tree.is_leaf, where)] * tree.count()
     if not fits:
         raise ValueError(
-            f"{where} is {prefix!r}, but {what} {_summary(tree)}: write one entry for"
-            " each of them, or a single value for all"
+            f"{where} is {prefix!r}, but {what} {_summary(tree)}: write a tuple, or a"
+            " dict by key, with one entry for each of them, or a single value for all"
         )
     by_name = isinstance(prefix, Mapping)
     return [
@@ -255,8 +258,11 @@ def broadcast(prefix: object, tree: Tree, where: str, what: str) -> list[Entry]:
 def _summary(tree: Tree) -> str:
     if tree.kind is None:
         return "is a single value"
+    size = f"is a {tree.kind.__name__} of {len(tree.keys)}"
+    if tree.keys == tuple(range(len(tree.keys))):
+        return size
     keys = ", ".join(repr(str(k) if isinstance(k, Attribute) else k) for k in tree.keys)
-    return f"is a {tree.kind.__name__} of {len(tree.keys)} ({keys or 'empty'})"
+    return f"{size} ({keys})"
 
 
 def align(reference: Tree, tree: Tree, leaves: Sequence[T], path: str) -> list[T]:

@@ -241,8 +241,7 @@ def strategies(x: Tensor, name: StrategyName, own: ChunkStrategy) -> None:
             preserve_rng_state=False,
             determinism_check="none",
             context_fn=contexts,
-            early_stop=False,
-            debug=True,
+            early_stop=True,
         ),
     )
     chunk_and_checkpoint(same, x, chunk_size=4, strategy=Reentrant())

@@ -116,4 +116,4 @@ def strategies(x: Tensor, aux: dict[str, Tensor], name: str) -> None:
     NonReentrant(False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     NonReentrant(determinism_check="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     NonReentrant(context_fn=lambda: None)  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]
-    NonReentrant().debug = True  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+    NonReentrant().early_stop = True  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,17 +5,20 @@ A strategy sees flat tensors only. Knows nothing of chunks, trees or dims.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from chunkcheck._strategies import NoCheckpoint, NonReentrant, Reentrant, Strategy
 from chunkcheck._torch.compat import transforms_active
 from chunkcheck._typing import ChunkStrategy, FlatFunction
+
+_HAS_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters  # 2.9 on
 
 
 def executor(strategy: Strategy) -> ChunkStrategy:
@@ -51,14 +54,14 @@ def _non_reentrant(
     options: NonReentrant, f: FlatFunction, /, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     f, tensors = _without_inference_tensors(f, tensors)
-    early_stop = (
-        contextlib.nullcontext()
-        if options.early_stop
-        else set_checkpoint_early_stop(False)
-    )
-    given: dict[str, Any] = (
-        {} if options.context_fn is None else {"context_fn": options.context_fn}
-    )
+    given: dict[str, Any] = {}
+    if options.context_fn is not None:
+        given["context_fn"] = options.context_fn
+    if _HAS_EARLY_STOP:
+        given["early_stop"] = options.early_stop
+        early_stop: AbstractContextManager[None] = nullcontext()
+    else:  # a setting of the process, which threads may swap
+        early_stop = set_checkpoint_early_stop(options.early_stop)
     guarded = _Guarded(f)
     with early_stop:
         results: tuple[Tensor, ...] = checkpoint(
@@ -67,7 +70,6 @@ def _non_reentrant(
             use_reentrant=False,
             preserve_rng_state=options.preserve_rng_state,
             determinism_check=options.determinism_check,
-            debug=options.debug,
             **given,
         )
     guarded.raise_error()
@@ -133,6 +135,7 @@ def _without_inference_tensors(
 def _reentrant(
     options: Reentrant, f: FlatFunction, /, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
+    _refuse_subclasses(tensors)
     f, tensors = _without_inference_tensors(f, tensors)
     differentiable: list[bool] = []
     unused: list[bool] = []  # results that get no gradient
@@ -184,6 +187,17 @@ def _detached(tensors: tuple[Tensor, ...], which: list[bool]) -> tuple[Tensor, .
     return tuple(
         t.detach() if chosen else t for t, chosen in zip(tensors, which, strict=True)
     )
+
+
+def _refuse_subclasses(tensors: tuple[Tensor, ...]) -> None:
+    plain_types = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+    for t in tensors:
+        if type(t) is not Tensor and type(t).__torch_function__ not in plain_types:
+            raise TypeError(
+                f"strategy 'reentrant' got a {type(t).__name__}: its"
+                " __torch_function__ would not act in recompute, and gradients would be"
+                " silently wrong; use strategy='non_reentrant'"
+            )
 
 
 def _refuse_process_group() -> None:

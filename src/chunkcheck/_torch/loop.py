@@ -16,8 +16,14 @@ from chunkcheck._strategies import Strategy
 from chunkcheck._torch.checkpoints import executor
 from chunkcheck._torch.compat import version
 from chunkcheck._torch.results import Results
-from chunkcheck._torch.tensors import as_contiguous, cut, is_tensor, memory_format
-from chunkcheck._tree import Tree, flatten
+from chunkcheck._torch.tensors import (
+    alias,
+    as_contiguous,
+    cut,
+    is_tensor,
+    memory_format,
+)
+from chunkcheck._tree import Tree, align, flatten
 from chunkcheck._typing import P, R
 
 
@@ -95,22 +101,23 @@ class _Chunk:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run `f` and return the tensor leaves of its result."""
         template = self._template
-        formats = template.formats
-        given = [*map(as_contiguous, tensors, formats), *tensors[len(formats) :]]
-        leaves = list(template.constants)
         positions = (*template.chunked, *template.whole)
+        if len(tensors) != len(positions):
+            raise TypeError(
+                f"the strategy called f with {len(tensors)} tensors instead of the"
+                f" {len(positions)} that it was given"
+            )
+        formats = template.formats
+        chunks = map(as_contiguous, tensors, formats)
+        given = list(map(alias, (*chunks, *tensors[len(formats) :])))
+        leaves = list(template.constants)
         for position, tensor in zip(positions, given, strict=True):
             leaves[position] = tensor
         versions = [version(tensor) for tensor in given]
         try:
             result = template.call.invoke(leaves)
         except Exception as error:
-            error.add_note(f"while running {self._name}")
-            if "is a view and is being modified inplace" in str(error):
-                error.add_note(
-                    "a chunk is a view of the caller's tensor, which f must not write"
-                    " to: clone it first"
-                )
+            self._annotate(error, given)
             raise
         for position, tensor, before in zip(positions, given, versions, strict=True):
             if version(tensor) != before:
@@ -119,9 +126,18 @@ class _Chunk:
                     f" {self._name}, but a chunk is a view of the caller's tensor:"
                     " clone it before changing it"
                 )
-        values, self._tree = flatten(result)
+        values, tree = flatten(result)
+        if self._tree is not None:  # a recompute, which must give what forward gave
+            path = f"the recomputed result of {self._name}"
+            values = align(self._tree, tree, values, path)
+        else:
+            self._tree = tree
         self._others = [_TENSOR if is_tensor(value) else value for value in values]
-        return tuple(value for value in values if is_tensor(value))
+        found = tuple(value for value in values if is_tensor(value))
+        if torch.is_grad_enabled():
+            return found
+        # Under no_grad the result has no graph, not even if `f` has turned it on.
+        return tuple(t.detach() if t.requires_grad else t for t in found)
 
     def result(self, tensors: object) -> tuple[Tree, list[object]]:
         """Return the result of `f`, given what the strategy made of its tensors.
@@ -152,6 +168,25 @@ class _Chunk:
         return self._tree, [
             next(rest) if value is _TENSOR else value for value in self._others
         ]
+
+    def _annotate(self, error: Exception, given: list[Tensor]) -> None:
+        """Say which rows `f` had, and what was cut to them."""
+        error.add_note(f"while running {self._name}")
+        template = self._template
+        if len(given) > 1:
+            paths, shapes = template.call.paths, [tuple(t.shape) for t in given]
+            positions = (*template.chunked, *template.whole)
+            seen = [f"{paths[p]} {s}" for p, s in zip(positions, shapes, strict=True)]
+            cut = len(template.chunked)
+            error.add_note(
+                f"f was given these chunks: {', '.join(seen[:cut])};"
+                f" and whole: {', '.join(seen[cut:]) or 'no tensor'}"
+            )
+        if "is a view and is being modified inplace" in str(error):
+            error.add_note(
+                "a chunk is a view of the caller's tensor, which f must not write to:"
+                " clone it first"
+            )
 
     @property
     def _name(self) -> str:

@@ -11,6 +11,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from chunkcheck._torch.compat import transforms_active
+
 _FORMATS = (
     torch.contiguous_format,
     torch.channels_last,
@@ -59,12 +61,28 @@ def cut(tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
     One split for all chunks: the backward of a slice per chunk would fill a zero tensor
     of the whole size each time, which is quadratic in their number.
     """
+    if tensor.requires_grad and not torch.is_grad_enabled() and not transforms_active():
+        # An `f` that turns grad mode on, to get forces from energies, needs leaves.
+        pieces = torch.split(tensor.detach(), size, dim)
+        return tuple(piece.requires_grad_() for piece in pieces)
     return torch.split(tensor, size, dim)
 
 
 def as_contiguous(tensor: Tensor, layout: torch.memory_format | None) -> Tensor:
     """Return `tensor` itself if it is contiguous in `layout`, else a copy that is."""
     return tensor if layout is None else tensor.contiguous(memory_format=layout)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor for `f` to hang hooks on, if a gradient flows through `tensor`.
+
+    Forward and recompute get the same tensor: a hook that `f` registers on it in both
+    would act twice.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    plain = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.view_as(tensor) if plain else tensor
 
 
 def join(chunks: Sequence[Tensor], dim: int) -> Tensor:
