@@ -177,14 +177,13 @@ def tabulate(rows: list[Row]) -> Table:
         title=f"Swin on digits, {BATCH} images a step, torch {torch.__version__}",
         caption=(
             "Peak: memory of forward, backward and optimizer step, above what was there"
-            " before. Time: median step, one thread, the three by turns. Differences"
-            " from plain, relative, the largest: losses, of the first"
-            f" {FIRST_LOSSES} in float32; float64, of the loss and each gradient of one"
-            " step in float64."
+            " before. Time: median step, one thread, the three by turns. The last two:"
+            f" largest relative difference from plain, of the first {FIRST_LOSSES}"
+            " losses in float32, of loss and gradients of one step in float64."
         ),
     )
     table.add_column("", no_wrap=True)
-    for title in ("peak bytes", "ratio", "time", "accuracy", "losses", "float64"):
+    for title in ("peak bytes", "of plain", "time", "accuracy", "losses", "gradients"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
