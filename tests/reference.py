@@ -78,6 +78,16 @@ def strategies(
     return pytest.mark.parametrize("strategy", found)
 
 
+def net() -> nn.Module:
+    """Return a small network."""
+    return nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4)).double()
+
+
+def rows(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return a random tensor."""
+    return torch.randn(shape, dtype=dtype, requires_grad=grad)
+
+
 def tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in containers and modules, with its path."""
     if isinstance(value, Tensor):

@@ -17,6 +17,7 @@ from reference import (
     Strategy,
     assert_same,
     assert_same_as_plain,
+    rows,
     strategies,
 )
 
@@ -31,11 +32,6 @@ class Out(NamedTuple):
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a small network."""
     return nn.Sequential(nn.Linear(5, 11), nn.GELU(), nn.Linear(11, 5)).to(dtype)
-
-
-def rows(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return a random tensor."""
-    return torch.randn(shape, dtype=dtype, requires_grad=grad)
 
 
 # The original's call: tensors only, batch_dim 0 and 1, a ragged tail.

@@ -19,19 +19,10 @@ from reference import (
     assert_same_as_loop,
     assert_same_as_plain,
     loop,
+    net,
+    rows,
     strategies,
 )
-
-
-def net() -> nn.Module:
-    """Return a small network."""
-    return nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4)).double()
-
-
-def rows(*shape: int, grad: bool = True) -> Tensor:
-    """Return a random tensor."""
-    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
-
 
 # What every strategy gets and must return.
 

@@ -8,26 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chunkcheck import chunk_and_checkpoint
 from reference import (
     Counted,
     Strategy,
     assert_same_as_plain,
+    net,
+    rows,
     strategies,
     without_gc,
 )
-
-
-def net() -> nn.Module:
-    """Return a small network."""
-    return nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4)).double()
-
-
-def rows(*shape: int, grad: bool = True) -> Tensor:
-    """Return a random tensor."""
-    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
 
 
 @strategies(without=["none"])

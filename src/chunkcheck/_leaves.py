@@ -36,7 +36,8 @@ def classify(path: str, value: Any, entry: Entry, library: Library) -> Leaf:
     """Return the leaf that stands for `value` in a plan.
 
     Raises:
-        TypeError: `value` holds rows that cannot be reached, and its dim is not None.
+        TypeError: `value` is an iterator, or it holds rows that cannot be reached and
+            its dim is not None.
 
     """
     if isinstance(value, Iterator):

@@ -115,7 +115,7 @@ def plan_arguments(leaves: Sequence[Leaf], chunk_size: int | None) -> Plan:
         )
     sizes = {shape[dim] for _, shape, dim in sized.values()}
     rows = 0 if sizes == {0, 1} else max(sizes)
-    if any(shape[dim] not in (1, rows) for _, shape, dim in sized.values()):
+    if sizes - {1, rows}:
         raise ValueError(
             "the chunked tensors must agree in size along their batch dim, but for a"
             " size of 1, which passes whole; found:\n"

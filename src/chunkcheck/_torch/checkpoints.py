@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from chunkcheck._strategies import NoCheckpoint, NonReentrant, Reentrant, Strategy
 from chunkcheck._torch.compat import transforms_active
+from chunkcheck._torch.tensors import detached
 from chunkcheck._typing import ChunkStrategy, FlatFunction
 
 _HAS_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters  # 2.9 on
@@ -142,13 +143,13 @@ def _reentrant(
 
     def forward_or_recompute(_anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled():
-            return _detached(f(*tensors), unused)
+            return detached(f(*tensors), unused)
         # torch runs the forward without grad mode and then lets every result require
         # a gradient. With it, each result tells whether it does.
         with torch.enable_grad():
             results = f(*tensors)
         differentiable[:] = [t.requires_grad for t in results]
-        return _detached(results, [True] * len(results))
+        return detached(results, [True] * len(results))
 
     def before_backward(gradients: tuple[Tensor | None, ...]) -> None:
         # Grad mode in a backward is on exactly under create_graph=True.
@@ -173,20 +174,11 @@ def _reentrant(
         use_reentrant=True,
         preserve_rng_state=options.preserve_rng_state,
     )
-    connected = _detached(results, [not wanted for wanted in differentiable])
+    connected = detached(results, [not wanted for wanted in differentiable])
     node = next((t.grad_fn for t in connected if t.grad_fn is not None), None)
     if node is not None:
         node.register_prehook(before_backward)
     return connected
-
-
-def _detached(tensors: tuple[Tensor, ...], which: list[bool]) -> tuple[Tensor, ...]:
-    """Return `tensors`, some of them detached; an empty `which` means none."""
-    if not any(which):
-        return tensors
-    return tuple(
-        t.detach() if chosen else t for t, chosen in zip(tensors, which, strict=True)
-    )
 
 
 def _refuse_subclasses(tensors: tuple[Tensor, ...]) -> None:

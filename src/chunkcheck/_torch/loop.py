@@ -6,6 +6,7 @@ Knows plans and trees. How a chunk is checkpointed is the executor's business.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from chunkcheck._torch.tensors import (
     alias,
     as_contiguous,
     cut,
+    detached,
     is_tensor,
     memory_format,
 )
@@ -42,44 +44,44 @@ def run(
     call: Call, leaves: list[object], plan: Plan, out_dim: object, strategy: Strategy
 ) -> object:
     """Return what `call` gives on `leaves`, computed chunk by chunk as `plan` says."""
-    template = _Template(call, leaves, plan)
-    execute = executor(strategy)
     tensors = [
-        (leaf, dim)
-        for leaf, dim in zip(leaves, plan.dims, strict=True)
+        (position, leaf, dim)
+        for position, (leaf, dim) in enumerate(zip(leaves, plan.dims, strict=True))
         if is_tensor(leaf)
     ]
-    pieces = [cut(leaf, plan.size, dim) for leaf, dim in tensors if dim is not None]
-    whole = [leaf for leaf, dim in tensors if dim is None]
+    chunked = [(i, leaf, dim) for i, leaf, dim in tensors if dim is not None]
+    whole = [(i, leaf) for i, leaf, dim in tensors if dim is None]
+    template = _Template(
+        call=call,
+        plan=plan,
+        constants=tuple(_TENSOR if is_tensor(leaf) else leaf for leaf in leaves),
+        positions=(*(i for i, _, _ in chunked), *(i for i, _ in whole)),
+        formats=tuple(memory_format(leaf) for _, leaf, _ in chunked),
+    )
+    execute = executor(strategy)
+    pieces = [cut(leaf, plan.size, dim) for _, leaf, dim in chunked]
+    passed = [leaf for _, leaf in whole]
     results = Results(plan, out_dim)
     for index, (start, stop) in enumerate(plan):
         chunk = _Chunk(template, start, stop)
-        given = (*(piece[index] for piece in pieces), *whole)
+        given = (*(piece[index] for piece in pieces), *passed)
         tree, values = chunk.result(execute(chunk, *given))
         results.add(tree, values, start, stop)
-    return results.join(leaf for leaf, _ in tensors)
+    return results.join(leaf for _, leaf, _ in tensors)
 
 
 _TENSOR = object()  # stands for a tensor where the tensor itself is not to be held
 
 
+@dataclass(frozen=True, slots=True)
 class _Template:
     """The call with its tensors taken out, which recompute needs as forward does."""
 
-    def __init__(self, call: Call, leaves: list[object], plan: Plan) -> None:
-        self.call = call
-        self.plan = plan
-        self.constants: list[object] = []
-        self.chunked: list[int] = []  # positions among the leaves
-        self.whole: list[int] = []
-        self.formats: list[torch.memory_format | None] = []  # of the chunked ones
-        for position, (leaf, dim) in enumerate(zip(leaves, plan.dims, strict=True)):
-            self.constants.append(_TENSOR if is_tensor(leaf) else leaf)
-            if is_tensor(leaf) and dim is not None:
-                self.chunked.append(position)
-                self.formats.append(memory_format(leaf))
-            elif is_tensor(leaf):
-                self.whole.append(position)
+    call: Call
+    plan: Plan
+    constants: tuple[object, ...]  # the leaves but for tensors
+    positions: tuple[int, ...]  # of the tensors among the leaves, chunked ones first
+    formats: tuple[torch.memory_format | None, ...]  # of the chunked ones
 
 
 class _Chunk:
@@ -101,13 +103,12 @@ class _Chunk:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run `f` and return the tensor leaves of its result."""
         template = self._template
-        positions = (*template.chunked, *template.whole)
+        positions, formats = template.positions, template.formats
         if len(tensors) != len(positions):
             raise TypeError(
                 f"the strategy called f with {len(tensors)} tensors instead of the"
                 f" {len(positions)} that it was given"
             )
-        formats = template.formats
         chunks = map(as_contiguous, tensors, formats)
         given = list(map(alias, (*chunks, *tensors[len(formats) :])))
         leaves = list(template.constants)
@@ -137,7 +138,7 @@ class _Chunk:
         if torch.is_grad_enabled():
             return found
         # Under no_grad the result has no graph, not even if `f` has turned it on.
-        return tuple(t.detach() if t.requires_grad else t for t in found)
+        return detached(found, [t.requires_grad for t in found])
 
     def result(self, tensors: object) -> tuple[Tree, list[object]]:
         """Return the result of `f`, given what the strategy made of its tensors.
@@ -174,10 +175,11 @@ class _Chunk:
         error.add_note(f"while running {self._name}")
         template = self._template
         if len(given) > 1:
-            paths, shapes = template.call.paths, [tuple(t.shape) for t in given]
-            positions = (*template.chunked, *template.whole)
-            seen = [f"{paths[p]} {s}" for p, s in zip(positions, shapes, strict=True)]
-            cut = len(template.chunked)
+            paths, cut = template.call.paths, len(template.formats)
+            seen = [
+                f"{paths[position]} {tuple(tensor.shape)}"
+                for position, tensor in zip(template.positions, given, strict=True)
+            ]
             error.add_note(
                 f"f was given these chunks: {', '.join(seen[:cut])};"
                 f" and whole: {', '.join(seen[cut:]) or 'no tensor'}"

@@ -85,6 +85,15 @@ def alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if plain else tensor
 
 
+def detached(tensors: tuple[Tensor, ...], which: list[bool]) -> tuple[Tensor, ...]:
+    """Return `tensors`, some of them detached; an empty `which` means none."""
+    if not any(which):
+        return tensors
+    return tuple(
+        t.detach() if chosen else t for t, chosen in zip(tensors, which, strict=True)
+    )
+
+
 def join(chunks: Sequence[Tensor], dim: int) -> Tensor:
     """Return a fresh tensor of all chunks."""
     return torch.cat(list(chunks), dim)
