@@ -9,14 +9,15 @@ from typing import Any, get_args
 import pytest
 
 import chunkcheck
-from chunkcheck import NoCheckpoint, NonReentrant, Reentrant
+from chunkcheck import Fused, NoCheckpoint, NonReentrant, Reentrant
 from chunkcheck._strategies import resolve_strategy
 
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("auto", NonReentrant()),
+        ("auto", Fused(fall_back=True)),
+        ("fused", Fused()),
         ("non_reentrant", NonReentrant()),
         ("reentrant", Reentrant()),
         ("none", NoCheckpoint()),
@@ -85,7 +86,7 @@ def test_any_callable_is_a_strategy() -> None:
         (
             "zzz",
             ValueError,
-            "'zzz' is none of 'auto', 'non_reentrant', 'reentrant', 'no",
+            "'zzz' is none of 'auto', 'fused', 'non_reentrant', 'reentrant', 'no",
         ),
     ],
 )

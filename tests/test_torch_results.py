@@ -25,10 +25,10 @@ def joined(
     """Return what the results of some chunks become."""
     p = plan()
     results = Results(p, out_dim)
-    for (start, stop), chunk in zip(p, chunks, strict=True):
+    for index, chunk in enumerate(chunks):
         values, tree = flatten(chunk)
-        results.add(tree, values, start, stop)
-    return results.join(arguments)
+        results.put(results.accept(tree, values, index), index)
+    return results.rebuilt(results.join(arguments))
 
 
 def test_each_leaf_is_joined_as_planned() -> None:

@@ -2,6 +2,7 @@
 
 from chunkcheck._api import chunk_and_checkpoint as chunk_and_checkpoint
 from chunkcheck._api import chunked as chunked
+from chunkcheck._strategies import Fused as Fused
 from chunkcheck._strategies import NoCheckpoint as NoCheckpoint
 from chunkcheck._strategies import NonReentrant as NonReentrant
 from chunkcheck._strategies import Reentrant as Reentrant
@@ -10,6 +11,7 @@ from chunkcheck._typing import ChunkStrategy as ChunkStrategy
 
 __all__ = [
     "ChunkStrategy",
+    "Fused",
     "NoCheckpoint",
     "NonReentrant",
     "Reentrant",
@@ -22,6 +24,7 @@ __version__ = "0.2.0.dev0"
 # So that reprs, pickles and tracebacks name what a user can import.
 for _public in (
     ChunkStrategy,
+    Fused,
     NoCheckpoint,
     NonReentrant,
     Reentrant,

@@ -38,10 +38,16 @@ class Plan:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the first row of each chunk and the row after its last."""
-        if self.rows == 0:
-            yield 0, 0
-        for start in range(0, self.rows, self.size):
-            yield start, min(start + self.size, self.rows)
+        return map(self.bounds, range(len(self)))
+
+    def __len__(self) -> int:
+        """Return the number of chunks; an empty batch is one."""
+        return max(1, -(-self.rows // self.size))
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk and the row after its last."""
+        start = chunk * self.size
+        return start, min(start + self.size, self.rows)
 
     @property
     def equal_chunks(self) -> bool:
@@ -152,11 +158,12 @@ def _batch_dim(leaf: Leaf) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """How one result leaf is put together: along a dim, or the first chunk's."""
+    """How one result leaf is put together: along a dim, summed, or the first chunk's."""
 
     path: str
     dim: int | None
     tensor: bool
+    sums: bool = False
 
 
 def check_out_dim(out_dim: object, plan: Plan, where: str = "out_dim") -> None:
@@ -211,6 +218,8 @@ def _plan_result(leaf: Leaf, plan: Plan, rows: int) -> Join:
         return Join(leaf.path, None, tensor=False)
     if value == "auto":
         return Join(leaf.path, _default_dim(leaf, leaf.shape, plan, rows), tensor=True)
+    if value == "sum":
+        return Join(leaf.path, None, tensor=True, sums=True)
     dim = _checked_dim(value, where, "an int or None")
     if dim is not None:
         dim = _join_dim(leaf, leaf.shape, dim)

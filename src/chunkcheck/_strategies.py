@@ -8,9 +8,79 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from chunkcheck._typing import ChunkStrategy, ContextFn
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """The library's own engine: exact, lean and fast. "auto" is this one.
+
+    Where all that `f` captures are leaves without hooks of their own, which is nearly
+    always so, one node of the graph stands for all chunks, and backward runs them again
+    one by one. Elsewhere each chunk keeps its own graph, whose saved tensors are
+    recomputed. The logger `chunkcheck` tells which and why.
+
+    Attributes:
+        preserve_rng_state: Replay the random state of the CPU and of the devices of all
+            tensors, and of every `torch.Generator` that `f` holds. Without it, dropout
+            gives wrong gradients.
+        preserve_python_rng_state: Replay the states of `random` and of `numpy.random`.
+        generators: Generators to replay that cannot be found by looking into `f`.
+        determinism_check: `"default"` checks that a recompute gives a result of the
+            same structure, shapes and dtypes, `"values"` the same values as well (it
+            keeps a copy of the result), `"none"` nothing.
+        context_fn: Returns two context managers, for a chunk's forward and for its
+            recompute.
+        accumulate_dtype: The dtype in which the chunks' gradients of a parameter, or of
+            a tensor passed whole, are summed, if it is wider than theirs. `"auto"` is
+            float32; `None` sums in their own, which for bf16 and fp16 is inexact.
+        keep_chunks: The last so many chunks keep their activations and are not
+            recomputed: less time for more memory.
+        fall_back: Run the chunks without recompute where it cannot be exact, under
+            `torch.func` transforms and in forward-mode AD, instead of raising. "auto"
+            does.
+
+    Raises:
+        ValueError: `determinism_check` is none of those, or `keep_chunks` is negative.
+        TypeError: `context_fn` cannot be called, or `keep_chunks` is no int.
+
+    Example:
+        >>> from chunkcheck import Fused
+        >>> Fused(keep_chunks=2).keep_chunks
+        2
+
+    """
+
+    preserve_rng_state: bool = True
+    preserve_python_rng_state: bool = False
+    generators: tuple[torch.Generator, ...] = ()
+    determinism_check: Literal["default", "values", "none"] = "default"
+    context_fn: ContextFn | None = None
+    accumulate_dtype: torch.dtype | Literal["auto"] | None = "auto"
+    keep_chunks: int = 0
+    fall_back: bool = False
+
+    def __post_init__(self) -> None:
+        if self.determinism_check not in ("default", "values", "none"):
+            raise ValueError(
+                "determinism_check must be 'default', 'values' or 'none', found"
+                f" {self.determinism_check!r}"
+            )
+        _check_context_fn(self.context_fn)
+        if isinstance(self.keep_chunks, bool) or not isinstance(self.keep_chunks, int):
+            raise TypeError(
+                f"keep_chunks must be an int, found {self.keep_chunks!r} of type"
+                f" {type(self.keep_chunks).__name__}"
+            )
+        if self.keep_chunks < 0:
+            raise ValueError(
+                f"keep_chunks must be 0 or more chunks, found {self.keep_chunks}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +126,7 @@ class NonReentrant:
                 "determinism_check must be 'default' or 'none', found"
                 f" {self.determinism_check!r}"
             )
-        if self.context_fn is not None and not callable(self.context_fn):
-            raise TypeError(
-                "context_fn must be a callable that returns two context managers, or"
-                f" None, found {self.context_fn!r}"
-            )
+        _check_context_fn(self.context_fn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +158,21 @@ class NoCheckpoint:
     """
 
 
-BuiltinStrategy: TypeAlias = NonReentrant | Reentrant | NoCheckpoint
+def _check_context_fn(context_fn: object) -> None:
+    if context_fn is not None and not callable(context_fn):
+        raise TypeError(
+            "context_fn must be a callable that returns two context managers, or None,"
+            f" found {context_fn!r}"
+        )
+
+
+BuiltinStrategy: TypeAlias = Fused | NonReentrant | Reentrant | NoCheckpoint
 Strategy: TypeAlias = BuiltinStrategy | ChunkStrategy
-StrategyName: TypeAlias = Literal["auto", "non_reentrant", "reentrant", "none"]
+StrategyName: TypeAlias = Literal["auto", "fused", "non_reentrant", "reentrant", "none"]
 
 _BY_NAME: dict[StrategyName, BuiltinStrategy] = {
-    "auto": NonReentrant(),
+    "auto": Fused(fall_back=True),
+    "fused": Fused(),
     "non_reentrant": NonReentrant(),
     "reentrant": Reentrant(),
     "none": NoCheckpoint(),

@@ -25,7 +25,6 @@ CHANGED = r"modified (by an )?inplace"
 # Up to 2.9 an error that leaves torch's checkpoint, in a user's strategy too, leaves
 # saved-tensor hooks behind as long as it lives.
 raising = strategies(without=("own_checkpoint",))
-UNSEEN = "engine: torch's non-reentrant checkpoint rereads a captured tensor unchecked"
 
 
 def _x(device: torch.device, *shape: int) -> Tensor:
@@ -147,9 +146,7 @@ def test_pytorch_73604_identity_output_has_the_gradients_of_plain(
     )
 
 
-@strategies(
-    without=("non_reentrant", "reentrant", "own_checkpoint"), xfail={"auto": UNSEEN}
-)
+@strategies(without=("non_reentrant", "reentrant", "own_checkpoint"))
 @sizes
 def test_bitsandbytes_2034_captured_weight_changed_detected(
     strategy: Strategy, chunk_size: int | None, device: torch.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -303,7 +304,7 @@ def test_pytorch_63524_reentrant_needs_retain_graph(
 
 
 @warned_of_script
-@strategies()
+@strategies(without=["fused"])  # which raises
 @sizes
 def test_meanflow_4_func_jvp(
     strategy: Strategy, chunk_size: int | None, device: torch.device
@@ -334,7 +335,7 @@ def test_meanflow_4_func_jvp(
 
 
 @warned_of_script
-@strategies()
+@strategies(without=["fused"])  # which raises
 @sizes
 @pytest.mark.parametrize("place", ["argument", "captured"])
 def test_meanflow_4_forward_mode_tangents(
@@ -366,3 +367,24 @@ def test_meanflow_4_forward_mode_tangents(
             return found.detach().clone()
 
     assert_close(tangent_of(whole=False), tangent_of(whole=True), "tangent")
+
+
+@warned_of_script
+def test_fused_says_why_it_cannot_take_part_in_a_transform(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    def f(x: Tensor) -> Tensor:
+        return chunk_and_checkpoint(torch.sin, x, chunk_size=2, strategy=strategy)
+
+    x = _x(device).detach()
+    strategy: Strategy = "fused"
+    for transform in (
+        lambda: torch.func.jvp(f, (x,), (x,)),
+        lambda: torch.func.vmap(f)(x),
+    ):
+        with pytest.raises(RuntimeError, match=r"torch.func transform .*'auto'"):
+            transform()
+    strategy = "auto"
+    with caplog.at_level(logging.INFO, "chunkcheck"):
+        torch.func.vmap(f)(x)
+    assert "without recompute, since a torch.func transform" in caplog.text

@@ -6,8 +6,18 @@ registry (`_tree`) and the profiler's event tree (`diagnostics`).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import methodcaller
+
 import torch
-from torch.autograd import forward_ad
+from torch import Tensor, nn
+from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+LEAF_NUMBER = 2**64 - 1  # the sequence number of every node that accumulates `.grad`
 
 
 def transforms_active() -> bool:
@@ -21,7 +31,7 @@ def transforms_active() -> bool:
     )
 
 
-def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+def share_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share memory, also for those that have no data pointer.
 
     `untyped_storage().data_ptr()` is 0 for meta and fake tensors, and an error for
@@ -30,9 +40,153 @@ def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def version(tensor: torch.Tensor) -> int | None:
+def version(tensor: Tensor) -> int | None:
     """Return how often the memory of `tensor` was written to; None if not counted.
 
     Public code sees this number only in the error that it causes.
     """
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def next_number() -> int:
+    """Return the sequence number that this thread's next node of a graph will have.
+
+    Nodes are numbered as they are made, so that the number tells a node of a chunk's
+    graph from one that was there before; torch has no public way to tell.
+    """
+    number: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
+    return number
+
+
+# The sequence number of a node. Called for each node of each chunk.
+number: Callable[[Node], int] = methodcaller("_sequence_nr")
+
+
+def graph_task() -> int:
+    """Return a number for the backward that is running; no two at once have the same.
+
+    A node has no public way to tell one backward through it from another.
+    """
+    task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+    return task
+
+
+def will_run(node: Node | None) -> bool:
+    """Whether the running backward wants a gradient from the edge to `node`.
+
+    `ctx.needs_input_grad` only says that the input requires one. torch refuses to tell
+    for a leaf whose gradient was asked for by `torch.autograd.grad`, and that is yes.
+    """
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+    except RuntimeError:
+        return True
+
+
+def gradients(
+    outputs: Sequence[Tensor], given: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return what `torch.autograd.grad` does, None for what is unused.
+
+    Straight to the engine: the checks of the public function take longer than a small
+    chunk's backward, and what they check holds here.
+    """
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(  # type: ignore[attr-defined]  # noqa: SLF001
+        tuple(outputs), tuple(given), False, False, tuple(inputs), True, False
+    )
+    return found
+
+
+def has_hooks(node: Node) -> bool:
+    """Whether saved-tensor hooks took the first tensor that `node` saved.
+
+    torch cannot be asked for the hooks that are active before 2.9, but it takes no
+    second pair of hooks for one tensor. The first tensor must be one of ours.
+    """
+    (first, *_) = node._raw_saved_tensors  # type: ignore[attr-defined]  # noqa: SLF001
+    try:
+        first.register_hooks(_same, _same)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@functools.cache
+def _saving_attributes(kind: type) -> tuple[str, ...]:
+    names = [name for name in dir(kind) if name.startswith("_saved_")]
+    return (*names, *(["saved_tensors"] if hasattr(kind, "saved_tensors") else []))
+
+
+def saved_by(node: Node) -> Iterator[Tensor]:
+    """Yield the tensors that `node` saved for backward.
+
+    The attributes that hold them are documented, but not by name.
+    """
+    for name in _saving_attributes(type(node)):
+        value = getattr(node, name)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the function modes of this thread, the outermost first.
+
+    `torch.get_default_device` tells of one kind of them only.
+    """
+    found: list[TorchFunctionMode] = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001
+    return found
+
+
+@contextmanager
+def in_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Run under exactly these function modes, whatever the current ones are.
+
+    Entering a mode anew would call its `__enter__`, which need not work twice.
+    """
+    current = function_modes()
+    _replace_modes(len(current), modes)
+    try:
+        yield
+    finally:
+        _replace_modes(len(modes), current)
+
+
+def _replace_modes(count: int, modes: Sequence[TorchFunctionMode]) -> None:
+    for _ in range(count):
+        torch.overrides._pop_mode()  # noqa: SLF001
+    for mode in modes:
+        torch.overrides._push_mode(mode)  # noqa: SLF001
+
+
+def is_legacy_batched(tensor: Tensor) -> bool:
+    """Whether `torch.autograd.grad(is_grads_batched=True)` wrapped `tensor`.
+
+    That is vmap, but not a transform that `transforms_active` sees.
+    """
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def current_node() -> Node | None:
+    """Return the node that the running backward is at."""
+    node: Node | None = torch._C._current_autograd_node()  # noqa: SLF001
+    return node
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether `Tensor.register_hook` or `retain_grad` has been called on `tensor`."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad  # noqa: SLF001
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of one module, to be changed in place.
+
+    `register_buffer` cannot take the place of one that is there.
+    """
+    return module._buffers  # noqa: SLF001

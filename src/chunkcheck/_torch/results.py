@@ -5,76 +5,201 @@ Knows trees, plans and tensors. Knows nothing of how the chunks were run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from chunkcheck._leaves import classify
 from chunkcheck._plan import Join, Plan, check_rows, plan_results
 from chunkcheck._torch import tensors as library
 from chunkcheck._torch.compat import share_storage
-from chunkcheck._torch.tensors import is_tensor, join
+from chunkcheck._torch.joined import Joined
+from chunkcheck._torch.tensors import is_tensor
 from chunkcheck._tree import LEAF, Tree, align, broadcast, equal, unflatten
 
 
+class _Kind(NamedTuple):
+    """What is remembered of a tensor, which is not to be held."""
+
+    type: type
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"a {self.type.__name__} of {self.dtype} and shape {self.shape}"
+
+
 @dataclass(slots=True)
-class _Column:
+class Column:
     """One result leaf over all chunks."""
 
     join: Join
-    values: list[object]
+    first: object  # the first chunk's, but for tensors their kind
+    value: object = None  # under out_dim None: the first chunk's
+    parts: Joined | None = None
 
 
 class Results:
     """The results of the chunks so far."""
 
-    def __init__(self, plan: Plan, out_dim: object) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        out_dim: object,
+        determinism_check: Literal["default", "values", "none"] = "default",
+    ) -> None:
         self._plan = plan
         self._out_dim = out_dim
+        self._check = determinism_check
+        self._copies: list[object] = []
         self._tree = LEAF
-        self._columns: list[_Column] = []
         self._first = ""  # the name of the first chunk, once there is one
+        self.columns: list[Column] = []
 
-    def add(self, tree: Tree, values: list[object], start: int, stop: int) -> None:
-        """Take the result of one chunk.
+    def accept(self, tree: Tree, values: list[object], chunk: int) -> list[object]:
+        """Check the result of one chunk, and return its leaves in the first's order.
 
         Raises:
             TypeError, ValueError: It cannot be joined, or does not fit the first one.
 
         """
-        chunk = self._plan.describe(start, stop)
         if not self._first:
-            self._tree, self._first = tree, chunk
+            start, stop = self._plan.bounds(chunk)
+            self._tree, self._first = tree, self._plan.describe(start, stop)
             joins = self._plan_joins(tree, values, stop - start)
-            self._columns = [_Column(join, []) for join in joins]
-        else:
+            self.columns = [
+                Column(join, _kind(value))
+                for join, value in zip(joins, values, strict=True)
+            ]
+            for column in self.columns:
+                if isinstance(column.first, _Kind):
+                    check_rows(
+                        column.join, column.first.shape, stop - start, self._first
+                    )
+        return self.checked(tree, values, chunk)
+
+    def put(
+        self, values: Sequence[object], chunk: int, *, connected: bool = True
+    ) -> None:
+        """Take the leaves of one chunk's result, as `accept` returned them.
+
+        Args:
+            values: The leaves.
+            chunk: The chunk.
+            connected: Whether the whole is in the graph of the chunks.
+
+        """
+        for column, value in zip(self.columns, values, strict=True):
+            join = column.join
+            if is_tensor(value) and join.dim is not None:
+                if column.parts is None:
+                    column.parts = Joined(value, join.dim, self._plan)
+                column.parts.add(value, chunk, connected=connected)
+            elif is_tensor(value) and (join.sums or chunk == 0):
+                value = value if connected else value.detach()
+                before = column.value
+                column.value = before + value if is_tensor(before) else value
+            elif chunk == 0:
+                column.value = value
+
+    def checked(self, tree: Tree, values: list[object], chunk: int) -> list[object]:
+        """Return the leaves of a chunk's result in the order of the first chunk's.
+
+        Raises:
+            ValueError: They do not fit the first chunk's.
+
+        """
+        if not (tree.is_leaf and self._tree.is_leaf):
             try:
                 values = align(self._tree, tree, values, "result")
             except ValueError as error:
                 raise ValueError(
-                    f"the result of {chunk} differs in structure from that of"
-                    f" {self._first}: {error}"
+                    f"the result of {self._name(chunk)} differs in structure from that"
+                    f" of {self._first}: {error}"
                 ) from None
-        for column, value in zip(self._columns, values, strict=True):
-            self._add_leaf(column, value, stop - start, chunk)
+        full = chunk + 1 < len(self._plan) or not self._plan.rows % self._plan.size
+        for column, value in zip(self.columns, values, strict=True):
+            here = _kind(value)
+            if not (full and isinstance(here, _Kind) and here == column.first):
+                self._check_leaf(column, here, chunk)
+        return values
 
-    def join(self, arguments: Iterable[Tensor]) -> object:
-        """Return the whole result, none of it in the memory of `arguments`."""
-        arguments = list(arguments)
+    def join(self, arguments: Sequence[Tensor]) -> list[object]:
+        """Return the leaves of the whole, none of them in the memory of `arguments`."""
         leaves: list[object] = []
-        for column in self._columns:
-            values, column.values = column.values, []
-            tensors = [value for value in values if is_tensor(value)]
-            if not column.join.tensor:
-                leaves.append(values[0])
-            elif column.join.dim is not None:
-                leaves.append(join(tensors, column.join.dim))
-            elif any(share_storage(tensors[0], argument) for argument in arguments):
-                leaves.append(tensors[0].clone())
-            else:
-                leaves.append(tensors[0])
+        for column in self.columns:
+            value, column.value = column.value, None
+            parts, column.parts = column.parts, None
+            if parts is not None:
+                value = parts.tensor()
+            elif is_tensor(value) and any(share_storage(value, a) for a in arguments):
+                value = value.clone()
+            leaves.append(value)
+        if self._check == "values":
+            self._copies = [
+                t.detach().clone() if is_tensor(t) else None for t in leaves
+            ]
+        return leaves
+
+    def parts(self, column: int, gradient: Tensor) -> Sequence[Tensor]:
+        """Return what each chunk gets of the gradient of one leaf of the whole."""
+        join = self.columns[column].join
+        if join.dim is not None:
+            return gradient.split(self._plan.size, join.dim)
+        return [gradient] * (1 if self.only_first(column) else len(self._plan))
+
+    def only_first(self, column: int) -> bool:
+        """Whether one leaf of the whole is that of the first chunk."""
+        join = self.columns[column].join
+        return join.dim is None and not join.sums
+
+    def rebuilt(self, leaves: Iterable[object]) -> object:
+        """Return the whole result, given its leaves."""
         return unflatten(self._tree, leaves)
+
+    def check_again(self, tree: Tree, values: list[object], chunk: int) -> list[object]:
+        """Check what a recompute gave, and return its leaves in the first's order.
+
+        Raises:
+            RuntimeError: Forward gave something else.
+
+        """
+        try:
+            values = self.checked(tree, values, chunk)
+        except ValueError as error:
+            if self._check == "none":
+                return values
+            raise self.differs(chunk, f"gave another result: {error}") from None
+        if self._copies:
+            self._check_values(values, chunk)
+        return values
+
+    def _check_values(self, values: Sequence[object], chunk: int) -> None:
+        start, stop = self._plan.bounds(chunk)
+        for column, value, whole in zip(
+            self.columns, values, self._copies, strict=True
+        ):
+            dim = column.join.dim
+            if is_tensor(value) and is_tensor(whole) and (dim is not None or not start):
+                here = whole if dim is None else whole.narrow(dim, start, stop - start)
+                try:
+                    torch.testing.assert_close(value.detach(), here, equal_nan=True)
+                except AssertionError as error:
+                    how = f"gave other values of {column.join.path}: {error}"
+                    raise self.differs(chunk, how) from None
+
+    def differs(self, chunk: int, how: str) -> RuntimeError:
+        """Return the error that says how a recompute differs from forward."""
+        return RuntimeError(
+            f"the recompute of {self._name(chunk)} {how}; f must do the same in forward"
+            " and in recompute"
+        )
+
+    def _name(self, chunk: int) -> str:
+        return self._plan.describe(*self._plan.bounds(chunk))
 
     def _plan_joins(
         self, tree: Tree, values: list[object], rows: int
@@ -88,15 +213,15 @@ class Results:
         ]
         return plan_results(leaves, self._plan, rows)
 
-    def _add_leaf(self, column: _Column, value: object, rows: int, chunk: str) -> None:
-        join = column.join
-        if is_tensor(value):
-            check_rows(join, tuple(value.shape), rows, chunk)
-        first = column.values[0] if column.values else value
-        if not _agree(join, first, value):
+    def _check_leaf(self, column: Column, here: object, chunk: int) -> None:
+        join, first = column.join, column.first
+        if isinstance(here, _Kind) and join.dim is not None:
+            start, stop = self._plan.bounds(chunk)
+            check_rows(join, here.shape, stop - start, self._name(chunk))
+        if not _agree(join.dim, first, here):
             raise ValueError(
                 f"{join.path} is {_describe(first)} for {self._first}, but"
-                f" {_describe(value)} for {chunk}: "
+                f" {_describe(here)} for {self._name(chunk)}: "
                 + (
                     "a result without a batch dim must be the same in all chunks;"
                     " return it as a tensor of one entry per row, or compute it outside"
@@ -104,26 +229,29 @@ class Results:
                     else "chunks are joined along one dim and agree in all else"
                 )
             )
-        if join.dim is not None or not column.values:
-            column.values.append(value)
 
 
-def _agree(join: Join, first: object, value: object) -> bool:
+def _kind(value: object) -> object:
+    if is_tensor(value):
+        return _Kind(type(value), value.dtype, library.shape(value))
+    return value
+
+
+def _agree(dim: int | None, first: object, here: object) -> bool:
     """Whether a leaf fits the first chunk's."""
-    if not is_tensor(first) or not is_tensor(value):
-        return not is_tensor(first) and not is_tensor(value) and equal(first, value)
-    if first.dtype != value.dtype:
+    if not isinstance(first, _Kind) or not isinstance(here, _Kind):
+        return (
+            type(first) is not _Kind and type(here) is not _Kind and equal(first, here)
+        )
+    if first.dtype != here.dtype:
         return False
-    if join.dim is None:
-        return type(first) is type(value) and first.shape == value.shape
-    return [n for d, n in enumerate(first.shape) if d != join.dim] == [
-        n for d, n in enumerate(value.shape) if d != join.dim
-    ]
+    if dim is None:
+        return first == here
+    return (first.shape[:dim], first.shape[dim + 1 :]) == (
+        here.shape[:dim],
+        here.shape[dim + 1 :],
+    )
 
 
 def _describe(value: object) -> str:
-    if is_tensor(value):
-        return (
-            f"a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
-        )
-    return repr(value)
+    return str(value) if isinstance(value, _Kind) else repr(value)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chunkcheck._torch.compat import transforms_active
 
@@ -55,19 +55,6 @@ def memory_format(tensor: Tensor) -> torch.memory_format | None:
     return None
 
 
-def cut(tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
-    """Return views of `tensor`, `size` rows each.
-
-    One split for all chunks: the backward of a slice per chunk would fill a zero tensor
-    of the whole size each time, which is quadratic in their number.
-    """
-    if tensor.requires_grad and not torch.is_grad_enabled() and not transforms_active():
-        # An `f` that turns grad mode on, to get forces from energies, needs leaves.
-        pieces = torch.split(tensor.detach(), size, dim)
-        return tuple(piece.requires_grad_() for piece in pieces)
-    return torch.split(tensor, size, dim)
-
-
 def as_contiguous(tensor: Tensor, layout: torch.memory_format | None) -> Tensor:
     """Return `tensor` itself if it is contiguous in `layout`, else a copy that is."""
     return tensor if layout is None else tensor.contiguous(memory_format=layout)
@@ -94,6 +81,28 @@ def detached(tensors: tuple[Tensor, ...], which: list[bool]) -> tuple[Tensor, ..
     )
 
 
-def join(chunks: Sequence[Tensor], dim: int) -> Tensor:
-    """Return a fresh tensor of all chunks."""
-    return torch.cat(list(chunks), dim)
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is dense and has no behaviour of its own: it may be written to."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+    )
+
+
+def stub(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype that takes next to no memory."""
+    return tensor.new_empty(()).expand(tensor.shape)
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps in the format of `tensor`."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def new_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an uninitialised tensor of another shape, in the format of `tensor`."""
+    layout = memory_format(tensor) or torch.contiguous_format
+    return torch.empty(
+        shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout
+    )

@@ -1,0 +1,131 @@
+"""Backward through all chunks of a call: each run again, the gradients put together.
+
+Knows nothing of the node that it is called from.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from chunkcheck._torch.compat import LEAF_NUMBER, gradients, number
+from chunkcheck._torch.cuts import Apart
+from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
+from chunkcheck._torch.tape import LARGE, NEW_CAPTURE, Tape
+from chunkcheck._torch.tensors import dense_strides, is_tensor
+
+
+class Backward:
+    """One backward through all chunks.
+
+    Args:
+        tape: What is known of the tape.
+        tensors: Its tensors.
+        given: The gradients of the result's leaves, by column.
+        wanted: Which of the tensors, and of the captures after them, get gradients.
+
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        tensors: Sequence[Tensor],
+        given: Mapping[int, Tensor],
+        wanted: Sequence[int],
+    ) -> None:
+        self._tape = tape
+        self._differs = tape.replay.differs()
+        self._cut = Apart(tape.chunks, tensors)
+        plan, dims = tape.chunks.plan, tape.chunks.dims
+        self._parts = {
+            column: tape.results.parts(column, gradient)
+            for column, gradient in given.items()
+        }
+        sources = [*tensors, *tape.captures.values()]
+        asked = tape.options.accumulate_dtype
+        self._totals: dict[int, Gradient] = {
+            i: Rows(sources[i].shape, dense_strides(sources[i]), dims[i], plan.size)
+            if i < len(dims)
+            else Sum(sum_dtype(asked, sources[i].dtype))
+            for i in wanted
+        }
+        self._given = [i for i in wanted if i < len(tensors)]
+        self._captures = [sources[i] for i in wanted if i >= len(tensors)]
+        self._large = {
+            id(sources[i]): self._totals[i]
+            for i in wanted
+            if i >= len(tensors) and sources[i].nbytes >= LARGE
+        }
+        self._large_given = [
+            i for i in self._given if i >= len(dims) and sources[i].nbytes >= LARGE
+        ]
+
+    def gradients(self) -> dict[int, Tensor | None]:
+        """Return the gradients of what is wanted."""
+        # The last first: its graph may have been kept, and then it goes.
+        for chunk in reversed(range(len(self._tape.chunks.plan))):
+            for ref in self._run(chunk):
+                leaf = ref()
+                if leaf is not None and id(leaf) not in self._tape.captures:
+                    raise self._tape.results.differs(chunk, NEW_CAPTURE)
+        return {i: total.total() for i, total in self._totals.items()}
+
+    def _run(self, chunk: int) -> list[weakref.ref[Tensor]]:
+        """Add the gradients of one chunk, and return the leaves that it may have made."""
+        tape = self._tape
+        found = None
+        if chunk in tape.kept:
+            given, values = tape.kept.pop(chunk)
+        else:
+            given = self._cut.given(chunk)
+            values, found = tape.recompute(chunk, given, differs=self._differs)
+        ends = [
+            (value, part[chunk])
+            for column, part in self._parts.items()
+            if chunk < len(part) and is_tensor(value := values[column])
+            if value.requires_grad
+        ]
+        if ends and self._totals:
+            if found is not None:
+                self._add_large(chunk, given, found.nodes)
+            outputs, of_outputs = zip(*ends, strict=True)
+            inputs = [given[i] for i in self._given] + self._captures
+            of_inputs = gradients(outputs, of_outputs, inputs)
+            for total, gradient in zip(self._totals.values(), of_inputs, strict=True):
+                if gradient is not None:
+                    total.add(chunk, gradient)
+        return [] if found is None else [weakref.ref(leaf) for leaf in found.leaves]
+
+    def _add_large(
+        self, chunk: int, given: Sequence[Tensor], nodes: Sequence[Node]
+    ) -> None:
+        """Let large gradients be added to their sums as soon as they are there.
+
+        The nodes pass none on, so that no two are held at once.
+        """
+        large = {id(given[i]): self._totals[i] for i in self._large_given}
+        large.update(self._large)
+        for node in nodes if large else ():
+            for index, (other, _) in enumerate(node.next_functions):
+                if other is not None and number(other) == LEAF_NUMBER:
+                    total = large.get(id(other.variable))  # type: ignore[attr-defined]
+                    if total is not None:
+                        node.register_hook(partial(_take, total, chunk, index))
+
+
+def _take(
+    total: Gradient,
+    chunk: int,
+    index: int,
+    of_inputs: tuple[Tensor | None, ...],
+    _of_outputs: object,
+) -> tuple[Tensor | None, ...] | None:
+    gradient = of_inputs[index]
+    if gradient is None:
+        return None
+    total.add(chunk, gradient)
+    return (*of_inputs[:index], None, *of_inputs[index + 1 :])

@@ -1,0 +1,260 @@
+"""Captures: what `f` uses besides its arguments, found by looking into `f` or its graph.
+
+Knows Python objects and graph nodes. Knows nothing of chunks, nor what becomes of a
+capture.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from chunkcheck._torch.compat import (
+    LEAF_NUMBER,
+    next_number,
+    number,
+    saved_by,
+    version,
+)
+
+_log = logging.getLogger(__name__)
+
+# Looking further would cost more than a chunk, and what is so far away is rarely used.
+_MOST_OBJECTS = 4096
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_MODULE_FIELDS = frozenset(vars(nn.Module()))  # all of them hold no capture of `f`'s,
+_MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")  # but for these
+
+
+@dataclass(slots=True)
+class Reached:
+    """What can be reached from a callable without running it."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)  # parameters among them
+
+
+def reach(f: Callable[..., Any], *others: object) -> Reached:
+    """Look into a callable and other objects, the nearest first.
+
+    Through modules, closures, the globals that code names, defaults, bound and partial
+    arguments, attributes and containers. Nothing of the user's is run. What is further
+    away than some thousands of objects is not found.
+    """
+    found = Reached()
+    queue: deque[object] = deque((f, *others))
+    seen: set[int] = set()
+    while queue:
+        value = queue.popleft()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        if len(seen) == _MOST_OBJECTS:
+            _log.debug("looked at %d objects that f reaches, and no further", len(seen))
+            break
+        seen.add(id(value))
+        match value:
+            case Tensor():
+                found.tensors.append(value)
+            case torch.Generator():
+                found.generators.append(value)
+            case nn.Module():
+                found.modules.append(value)
+                queue.extend(_in_module(value))
+            case _:
+                queue.extend(_in_object(value))
+    return found
+
+
+def _in_module(module: nn.Module) -> Iterator[object]:
+    fields = vars(module)
+    for name in _MODULE_MEMBERS:
+        yield from fields.get(name, {}).values()
+    for name, value in fields.items():
+        if name not in _MODULE_FIELDS:
+            yield value
+    yield from _methods(type(module), "forward")
+
+
+def _in_object(value: object) -> Iterable[object]:
+    match value:
+        case types.FunctionType():
+            return () if _is_library(value.__module__) else _in_function(value)
+        case types.MethodType():
+            called = value.__func__.__name__
+            return (
+                value.__self__,
+                value.__func__,
+                *_methods(type(value.__self__), called),
+            )
+        case partial():
+            return (value.func, *value.args, *value.keywords.values())
+        case dict():
+            return _first(value.values())
+        case list() | tuple() | set() | frozenset() | deque():
+            return _first(value)
+        case types.ModuleType():
+            return ()
+    fields = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = kind.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
+                fields.append(member.__get__(value))
+    return [*fields, *_methods(type(value), "__call__")]
+
+
+def _methods(kind: type, name: str) -> list[types.FunctionType]:
+    """Return a method and, of the same class, those that it calls."""
+    names, found = [name], []
+    for candidate in names:  # which grows as we go
+        method = getattr(kind, candidate, None)
+        if isinstance(method, types.FunctionType) and not _is_library(
+            method.__module__
+        ):
+            found.append(method)
+            names.extend(n for n in _names(method.__code__) if n not in names)
+    return found
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in code and the functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _first(values: Iterable[object]) -> Iterator[object]:
+    # Most items of a very long container are numbers or of no concern.
+    return (value for value, _ in zip(values, range(_MOST_OBJECTS), strict=False))
+
+
+def _in_function(function: types.FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    names = list(_names(function.__code__))
+    for name in names:
+        value = function.__globals__.get(name)
+        yield value
+        if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
+            yield from (vars(value).get(other) for other in names)
+
+
+_LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+
+
+def _is_library(module: str | None) -> bool:
+    """Whether a module, by its name, holds nothing that `f` could capture."""
+    return module is not None and module.partition(".")[0] in _LIBRARIES
+
+
+class Borders(NamedTuple):
+    """Where the graph of one run of `f` ends."""
+
+    given: set[int]  # which of the leaves that `f` was given it used
+    leaves: list[Tensor]  # those that it was not given
+    nodes: list[Node]  # the whole graph
+
+
+def borders(
+    results: Iterable[Tensor], given: Sequence[Tensor], first: int
+) -> Borders | None:
+    """Walk the graph of `results` back to what was there before.
+
+    None: among that is a tensor that was computed from others.
+
+    Args:
+        results: Those that require a gradient.
+        given: The leaves that `f` was given.
+        first: The sequence number of the first node that the run made.
+
+    """
+    last = next_number()  # nodes of other threads may have any number
+    own = {id(leaf): index for index, leaf in enumerate(given)}
+    found = Borders(set(), [], [])
+    nodes, ends = found.nodes, []
+    for result in results:
+        if result.grad_fn is not None:
+            nodes.append(result.grad_fn)
+        else:
+            ends.append(result)
+    seen = set(nodes)
+    for node in nodes:  # which grows as we go
+        position = number(node)
+        if first <= position < last:
+            for other, _ in node.next_functions:
+                if other is not None and other not in seen:
+                    seen.add(other)
+                    nodes.append(other)
+        elif position == LEAF_NUMBER:
+            ends.append(node.variable)  # type: ignore[attr-defined]
+        else:
+            return None
+    for leaf in ends:
+        if (index := own.get(id(leaf))) is None:
+            found.leaves.append(leaf)
+        else:
+            found.given.add(index)
+    return found
+
+
+Observed: TypeAlias = list[tuple[weakref.ref[Tensor], int | None]]
+
+
+def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
+    """Return the tensors that a run saved for backward, without holding them.
+
+    Those that outlive its graph are captured constants, or kept by `f` itself. What `f`
+    was given is not among them.
+    """
+    own = {id(tensor) for tensor in given}
+    found = {
+        id(saved): (weakref.ref(saved), version(saved))
+        for node in nodes
+        if number(node) != LEAF_NUMBER
+        for saved in saved_by(node)
+        if id(saved) not in own
+    }
+    return list(found.values())
+
+
+def check_unchanged(tensors: Observed, replayed: Container[int]) -> None:
+    """Check that none of these tensors was written to since, of those still there.
+
+    Args:
+        tensors: The tensors.
+        replayed: The ids of those that recompute sees as they were.
+
+    Raises:
+        RuntimeError: One was.
+
+    """
+    for ref, before in tensors:
+        tensor = ref()
+        if tensor is None or version(tensor) == before:
+            continue
+        if id(tensor) not in replayed:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that f captures has been"
+                " modified by an inplace operation between forward and backward, which"
+                " would make gradients wrong: change it after backward, or give f a copy"
+            )

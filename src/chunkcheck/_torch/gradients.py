@@ -1,0 +1,138 @@
+"""Gradients: those of the chunks put together, in place where that is allowed.
+
+One object is one gradient in one backward. Knows nothing of `f`, nor of who computes
+the gradients of the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from chunkcheck._torch.tensors import is_plain
+
+
+class Gradient(Protocol):
+    """A gradient that comes in pieces, one or none from each chunk."""
+
+    def add(self, chunk: int, gradient: Tensor) -> None:
+        """Take what one chunk gives."""
+        ...
+
+    def total(self) -> Tensor | None:
+        """Return the whole; None if no chunk gave anything."""
+        ...
+
+
+class Rows:
+    """The gradient of a tensor that is cut along `dim`, `size` rows a chunk."""
+
+    def __init__(
+        self, shape: Sequence[int], strides: Sequence[int], dim: int, size: int
+    ) -> None:
+        self._shape = shape
+        self._strides = strides
+        self._dim = dim
+        self._size = size
+        self._whole: Tensor | None = None
+        self._places: tuple[Tensor, ...] = ()
+        self._parts: dict[int, Tensor] = {}
+        self._missing: set[int] = set()
+
+    def add(self, chunk: int, gradient: Tensor) -> None:
+        """Take the gradient of one chunk."""
+        if gradient.requires_grad or not is_plain(gradient):
+            self._parts[chunk] = gradient
+            return
+        if self._whole is None:
+            # Made from a gradient, which vmap may have wrapped.
+            self._whole = gradient.new_empty_strided(self._shape, self._strides)
+            self._places = self._whole.split(self._size, self._dim)
+            self._missing = set(range(len(self._places)))
+        self._places[chunk].copy_(gradient)
+        self._missing.discard(chunk)
+
+    def total(self) -> Tensor | None:
+        """Return the whole; what no chunk gave is zero."""
+        if self._whole is None:
+            return self._joined() if self._parts else None
+        for chunk in self._missing:
+            if chunk in self._parts:
+                self._places[chunk].copy_(self._parts[chunk])
+            else:
+                self._places[chunk].zero_()
+        return self._whole
+
+    def _joined(self) -> Tensor:
+        example = next(iter(self._parts.values()))
+        rows = self._shape[self._dim]
+        parts = []
+        for chunk, start in enumerate(range(0, rows, self._size)):
+            part = self._parts.get(chunk)
+            if part is None:
+                shape = list(self._shape)
+                shape[self._dim] = min(self._size, rows - start)
+                part = example.new_zeros(shape)
+            parts.append(part)
+        return torch.cat(parts, self._dim)
+
+
+class Sum:
+    """The gradient of a tensor that every chunk sees whole.
+
+    Args:
+        dtype: What to sum in, if that is wider than the gradients are.
+
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._total: Tensor | None = None
+        self._result_dtype: torch.dtype | None = None
+
+    def add(self, _chunk: int, gradient: Tensor) -> None:
+        """Add the gradient of one chunk."""
+        total = self._total
+        if total is None:
+            self._result_dtype = gradient.dtype
+            wide = self._dtype or gradient.dtype
+            # A copy, for it may be a view of what is not ours.
+            self._total = gradient.to(wide, copy=not gradient.requires_grad)
+        elif (
+            total.requires_grad
+            or gradient.requires_grad
+            or not (is_plain(total) and is_plain(gradient))
+        ):
+            self._total = _added(total, gradient)
+        else:
+            total.add_(gradient)
+
+    def total(self) -> Tensor | None:
+        """Return the sum in the dtype of the gradients."""
+        if self._total is None or self._result_dtype is None:
+            return None
+        return self._total.to(self._result_dtype)
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    # The sum of a sparse tensor and a dense one is defined in one order only.
+    dense, other = (b, a) if is_plain(b) else (a, b)
+    return dense + other
+
+
+def sum_dtype(asked: object, gradient: torch.dtype) -> torch.dtype | None:
+    """Return what to sum gradients of some dtype in, if not in their own.
+
+    Args:
+        asked: The option `accumulate_dtype`: a dtype, `None`, or "auto" for float32.
+        gradient: The dtype of the gradients.
+
+    """
+    if asked is None or not gradient.is_floating_point:
+        return None
+    wide = asked if isinstance(asked, torch.dtype) else torch.float32
+    promoted = torch.promote_types(wide, gradient)
+    return promoted if promoted != gradient else None

@@ -1,0 +1,339 @@
+"""The fast engine: one node of the graph for all chunks.
+
+Forward runs every chunk with its graph, notes which leaves `f` captures, and drops the
+graph. Backward runs every chunk again and puts the gradients together. That is exact
+where all that `f` captures are leaves without hooks; elsewhere it says what is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from chunkcheck._strategies import Fused
+from chunkcheck._torch.backward import Backward
+from chunkcheck._torch.captures import (
+    Observed,
+    Reached,
+    borders,
+    check_unchanged,
+    observed,
+)
+from chunkcheck._torch.compat import (
+    graph_task,
+    has_tensor_hooks,
+    next_number,
+    version,
+    will_run,
+)
+from chunkcheck._torch.cuts import Apart
+from chunkcheck._torch.replay import Replay
+from chunkcheck._torch.results import Results
+from chunkcheck._torch.saved import Saved
+from chunkcheck._torch.tape import LARGE, Runnable, Tape, requiring
+from chunkcheck._torch.tensors import is_plain, is_tensor, stub
+from chunkcheck._tree import Tree, flatten
+
+
+class Unsuited(Exception):
+    """`f` captures what this engine cannot treat exactly; says what."""
+
+
+class OneNode:
+    """One call: its forward, and its backward, for which only the graph holds it.
+
+    Args:
+        options: Those of the strategy.
+        chunks: The call.
+        tensors: Its tensors, in the order of `chunks`.
+        results: Where the results are put.
+        replay: What recompute sees again.
+
+    """
+
+    def __init__(
+        self,
+        options: Fused,
+        chunks: Runnable,
+        tensors: Sequence[Tensor],
+        results: Results,
+        replay: Replay,
+    ) -> None:
+        self._tape = Tape(options, chunks, results, replay)
+        self._saved = Saved(tensors)
+        self._watched: Observed = []  # must not change before backward
+        self.mailbox: dict[int, OneNode] = {}  # by backward
+
+    def run(self, tensors: Sequence[Tensor]) -> object:
+        """Return the result of all chunks.
+
+        Raises:
+            Unsuited: Another engine must do it.
+
+        """
+        tape = self._tape
+        cut = Apart(tape.chunks, tensors)
+        # Hooks around this call are for what it saves, not for what each chunk does.
+        hooks = saved_tensors_hooks(_detached, _detached)
+        with hooks if self._saved.outer_hooks else nullcontext():
+            for chunk in range(len(tape.chunks.plan)):
+                self._note(*self._forward(chunk, cut.given(chunk)))
+        whole = [t for t in tensors[len(tape.chunks.dims) :] if t.requires_grad]
+        sums = [*whole, *tape.captures.values()]
+        tape.large = any(t.nbytes >= LARGE for t in sums)
+        leaves = tape.results.join(tensors)
+        return tape.results.rebuilt(self._connected(leaves, tensors))
+
+    def _forward(self, chunk: int, given: list[Tensor]) -> tuple[Observed, Observed]:
+        """Run one chunk; return new leaves of its graph, and constants it saved."""
+        tape, plan = self._tape, self._tape.chunks.plan
+        first = next_number()
+        tree, values = tape.replay.run(tape.chunks.run, *plan.bounds(chunk), given)
+        made = next_number() - first
+        values = tape.results.accept(tree, values, chunk)
+        requires = [is_tensor(v) and v.requires_grad for v in values]
+        found = borders(requiring(values), given, first)
+        if found is None:
+            raise Unsuited("f captures a tensor that was computed from others")
+        new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]
+        _check_suited(new)
+        tape.used |= found.given
+        tape.results.put(values, chunk, connected=False)
+        if tape.shapes and tape.shapes[-1] == (made, requires):
+            tape.shapes.append(tape.shapes[-1])  # so that many chunks take no memory
+        else:
+            tape.shapes.append((made, requires))
+        if chunk >= len(plan) - tape.options.keep_chunks:
+            tape.kept[chunk] = given, values
+        constants = observed(found.nodes, given) if chunk == 0 else []
+        return [(weakref.ref(leaf), version(leaf)) for leaf in new], constants
+
+    def _note(self, leaves: Observed, constants: Observed) -> None:
+        """Take down what outlives the graph: the rest was not captured but made by f."""
+        self._watched += [pair for pair in constants if pair[0]() is not None]
+        for ref, before in leaves:
+            leaf = ref()
+            if leaf is not None:
+                self._tape.captures[id(leaf)] = leaf
+                self._watched.append((ref, before))
+
+    def _connected(
+        self, leaves: list[object], tensors: Sequence[Tensor]
+    ) -> list[object]:
+        """Return the leaves of the result, those that require a gradient in the graph."""
+        tape = self._tape
+        columns = [
+            column
+            for column, required in enumerate(
+                zip(*(r for _, r in tape.shapes), strict=True)
+            )
+            if any(required)
+        ]
+        if not columns:
+            return leaves
+        inputs = [*(tensors[i] for i in sorted(tape.used)), *tape.captures.values()]
+        if not inputs:  # `f` made a leaf of its own
+            inputs.append(torch.empty(0, requires_grad=True))
+        wholes = [leaf for column in columns if is_tensor(leaf := leaves[column])]
+        stubs: tuple[Tensor, ...] = _Core.apply(  # type: ignore[no-untyped-call]
+            self.mailbox, columns, wholes, *inputs
+        )
+        for column, whole, end in zip(columns, wholes, stubs, strict=True):
+            with saved_tensors_hooks(lambda _: self, _deliver):
+                leaves[column] = _Result.apply([whole], end)  # type: ignore[no-untyped-call]
+        return leaves
+
+    def backward(
+        self, given: Mapping[int, Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the inputs of the node.
+
+        Args:
+            given: The gradients of the result's leaves, by column.
+            wanted: Which gradients are.
+
+        """
+        tape = self._tape
+        tensors = self._saved.tensors()
+        check_unchanged(self._watched, tape.replay.replayed)
+        count = tape.chunks.count  # the captures come after the tensors
+        sources = [*sorted(tape.used), *range(count, count + len(tape.captures))]
+        which = [i for i, asked in zip(sources, wanted, strict=False) if asked]
+        if torch.is_grad_enabled():  # only under create_graph=True
+            found = _Derivative(tape, given, which).gradients(tensors)
+        else:
+            with torch.enable_grad():
+                found = Backward(tape, tensors, given, which).gradients()
+        return [found.get(i) for i in sources]
+
+
+class _Derivative:
+    """The gradients of a call as a call of its own, which has gradients in turn.
+
+    Its chunks are those of the call: each runs `f` again, on leaves of its own, so that
+    no gradient takes a way around through what an argument was computed from.
+    """
+
+    def __init__(
+        self, tape: Tape, given: Mapping[int, Tensor], wanted: Sequence[int]
+    ) -> None:
+        columns = tape.results.columns
+        self._tape = tape
+        self._wanted = wanted
+        self._differs = tape.replay.differs()
+        self._cut = [c for c in given if columns[c].join.dim is not None]
+        self._whole = [c for c in given if columns[c].join.dim is None]
+        self._given = given
+        self._found: set[int] = set()
+        self.plan = tape.chunks.plan
+        self.dims = [
+            *tape.chunks.dims,
+            *(dim for c in self._cut if (dim := columns[c].join.dim) is not None),
+        ]
+
+    @property
+    def count(self) -> int:
+        """The number of tensors: those of the call, and the gradients of its result."""
+        return self._tape.chunks.count + len(self._cut) + len(self._whole)
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return for each tensor that is cut the pieces of all chunks."""
+        size = self.plan.size
+        return [t.split(size, dim) for t, dim in zip(tensors, self.dims, strict=False)]
+
+    def as_contiguous(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return the pieces of one chunk, as contiguous as their wholes."""
+        chunks = self._tape.chunks
+        cut = len(chunks.dims)
+        return [*chunks.as_contiguous(pieces[:cut]), *pieces[cut:]]
+
+    def gradients(self, tensors: Sequence[Tensor]) -> dict[int, Tensor | None]:
+        """Return the gradients of what is wanted, in the graph of all they depend on."""
+        cut = len(self._tape.chunks.dims)
+        flat = [
+            *tensors[:cut],
+            *(self._given[c] for c in self._cut),
+            *tensors[cut:],
+            *(self._given[c] for c in self._whole),
+        ]
+        out_dim = tuple(
+            self._tape.chunks.dims[i] if i < cut else "sum" for i in self._wanted
+        )
+        options = self._tape.options
+        replay = Replay(Fused(preserve_rng_state=False), Reached(), ())
+        results = Results(self.plan, out_dim)
+        found = OneNode(options, self, flat, results, replay).run(flat)
+        assert isinstance(found, tuple)
+        return {
+            i: gradient if i in self._found else None
+            for i, gradient in zip(self._wanted, found, strict=True)
+        }
+
+    def run(
+        self, start: int, stop: int, tensors: Sequence[Tensor]
+    ) -> tuple[Tree, list[object]]:
+        """Return the gradients that one chunk gives, zeros for those that it has not."""
+        tape = self._tape
+        chunk = start // self.plan.size
+        cut, count = len(tape.chunks.dims), tape.chunks.count
+        after = cut + len(self._cut)
+        given = [*tensors[:cut], *tensors[after : after + count - cut]]
+        of_results = dict(zip(self._cut, tensors[cut:after], strict=True))
+        of_results.update(zip(self._whole, tensors[after + count - cut :], strict=True))
+        values, _ = tape.recompute(chunk, given, differs=self._differs)
+        ends = [
+            (value, gradient)
+            for column, gradient in of_results.items()
+            if is_tensor(value := values[column]) and value.requires_grad
+            if chunk == 0 or not tape.results.only_first(column)
+        ]
+        sources = [*given, *tape.captures.values()]
+        inputs = [sources[i] for i in self._wanted]
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        if ends:
+            outputs, of_outputs = zip(*ends, strict=True)
+            found = torch.autograd.grad(
+                outputs, inputs, of_outputs, create_graph=True, allow_unused=True
+            )
+        gradients = []
+        for i, source, gradient in zip(self._wanted, inputs, found, strict=True):
+            if gradient is None:
+                gradients.append(torch.zeros_like(source))
+            else:
+                self._found.add(i)
+                gradients.append(gradient)
+        values, tree = flatten(tuple(gradients))
+        return tree, values
+
+
+class _Core(torch.autograd.Function):
+    """The node that all chunks share. It gives stubs; each result has its own node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mailbox: dict[int, OneNode],
+        columns: list[int],
+        wholes: list[Tensor],
+        *_inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.mailbox, ctx.columns = mailbox, columns
+        ctx.set_materialize_grads(False)
+        return tuple(map(stub, wholes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: OneNode = ctx.mailbox.pop(graph_task())
+        given = {
+            column: gradient
+            for column, gradient in zip(ctx.columns, gradients, strict=True)
+            if gradient is not None
+        }
+        wanted = [will_run(node) for node, _ in ctx.next_functions]
+        if not given or not any(wanted):
+            return (None, None, None, *[None] * len(wanted))
+        found = call.backward(given, wanted)
+        return (None, None, None, *found, *[None] * (len(wanted) - len(found)))
+
+
+class _Result(torch.autograd.Function):
+    """The node of one result. It saves the call, so torch frees that when it is done.
+
+    Each result has one, so that backward may start from one and later from another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: list[Tensor], end: Tensor) -> Tensor:
+        ctx.save_for_backward(end)
+        ctx.set_materialize_grads(False)
+        return whole[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, Tensor | None]:
+        _ = ctx.saved_tensors  # which delivers the call to `_Core`
+        return None, gradient
+
+
+def _deliver(call: OneNode) -> Tensor:
+    call.mailbox[graph_task()] = call
+    return torch.empty(0)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _check_suited(captures: Sequence[Tensor]) -> None:
+    for leaf in captures:
+        if not is_plain(leaf):
+            raise Unsuited(f"f captures a {type(leaf).__name__}")
+        if has_tensor_hooks(leaf):
+            raise Unsuited("f captures a tensor with hooks")
+        if leaf.numel() and not leaf.untyped_storage().size():
+            raise Unsuited("f captures a parameter that is there only while it runs")

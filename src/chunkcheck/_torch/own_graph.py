@@ -1,0 +1,189 @@
+"""The general engine: every chunk keeps its place in torch's own graph.
+
+Saved-tensor hooks keep a handle for each tensor that a chunk saves for backward. Its
+first use runs the chunk again and fills the handles that are left. Nothing that `f`
+captures need be known for a right gradient, since torch itself connects it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from chunkcheck._strategies import Fused
+from chunkcheck._torch.captures import Observed, check_unchanged
+from chunkcheck._torch.chunks import Chunks
+from chunkcheck._torch.compat import (
+    current_node,
+    graph_task,
+    next_number,
+    number,
+    version,
+)
+from chunkcheck._torch.cuts import Apart, InPlace
+from chunkcheck._torch.replay import Replay
+from chunkcheck._torch.results import Results
+from chunkcheck._torch.saved import Saved
+
+
+class OwnGraph:
+    """One call, as recompute needs it. The handles of its chunks hold it.
+
+    Args:
+        options: Those of the strategy.
+        chunks: The call.
+        tensors: Its tensors, in the order of `chunks`.
+        results: Where the results are put.
+        replay: What recompute sees again.
+
+    """
+
+    def __init__(
+        self,
+        options: Fused,
+        chunks: Chunks,
+        tensors: Sequence[Tensor],
+        results: Results,
+        replay: Replay,
+    ) -> None:
+        self.options = options
+        self.chunks = chunks
+        self.results = results
+        self.replay = replay
+        self._saved = Saved(tensors)
+        self.first = next_number()  # older nodes are those of captured tensors
+        self._apart: tuple[int, Apart] | None = None
+
+    def run(self, tensors: Sequence[Tensor]) -> object:
+        """Return the result of all chunks."""
+        plan, results = self.chunks.plan, self.results
+        cut = InPlace(self.chunks, tensors, self.options.accumulate_dtype)
+        for chunk, (start, stop) in enumerate(plan):
+            given = cut.given(chunk)
+            frame = _Frame(self, chunk)
+            keep = chunk >= len(plan) - self.options.keep_chunks
+            with nullcontext() if keep else saved_tensors_hooks(frame.pack, _unpack):
+                tree, values = self.replay.run(self.chunks.run, start, stop, given)
+            values = results.accept(tree, values, chunk)
+            results.put(values, chunk)
+        return results.rebuilt(results.join(tensors))
+
+    def apart(self) -> Apart:
+        """Return the tensors for recompute, unpacked once in each backward."""
+        task = graph_task()
+        if self._apart is None or self._apart[0] != task:
+            self._apart = task, Apart(self.chunks, self._saved.tensors())
+        return self._apart[1]
+
+
+class _Handle:
+    """Stands in the graph for one tensor that a chunk saved."""
+
+    __slots__ = ("__weakref__", "dtype", "frame", "index", "shape", "value")
+
+    def __init__(self, frame: _Frame, index: int, tensor: Tensor) -> None:
+        self.frame = frame
+        self.index = index
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.value: Tensor | None = None  # recomputed and not yet used
+
+
+class _Frame:
+    """What one chunk saved. Only handles hold it, and it holds none of them."""
+
+    __slots__ = ("_call", "_chunk", "_handles", "_recent", "_watched")
+
+    def __init__(self, call: OwnGraph, chunk: int) -> None:
+        self._call = call
+        self._chunk = chunk
+        self._handles: list[weakref.ref[_Handle]] = []
+        self._watched: Observed = []
+        self._recent: tuple[int | None, dict[int, Tensor]] = None, {}
+
+    def pack(self, tensor: Tensor) -> _Handle:
+        """Keep a handle instead of `tensor`."""
+        before = tensor.grad_fn is None or number(tensor.grad_fn) < self._call.first
+        if before:  # perhaps captured: it is if it outlives the chunk
+            self._watched.append((weakref.ref(tensor), version(tensor)))
+        handle = _Handle(self, len(self._handles), tensor)
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    def unpack(self, handle: _Handle) -> Tensor:
+        """Return the tensor of a handle, which then is the caller's to keep.
+
+        A node may ask twice, as a custom Function does that reads its saved tensors one
+        by one, so what the same node has asked for is there until another one asks.
+        """
+        node = current_node()
+        asking = None if node is None else number(node)  # not the node: it holds us
+        if asking is None or asking != self._recent[0]:
+            self._recent = asking, {}
+        recent = self._recent[1]
+        value, handle.value = handle.value, None
+        if value is None:
+            value = recent.get(handle.index)
+        if value is None:
+            value = self._recompute(handle.index)
+        if asking is not None:
+            recent[handle.index] = value
+        return value
+
+    def _recompute(self, wanted: int) -> Tensor:
+        """Run the chunk again, fill all handles, and return the value of one."""
+        call, chunk = self._call, self._chunk
+        check_unchanged(self._watched, call.replay.replayed)
+        given = call.apart().given(chunk)
+        values: dict[int, Tensor] = {}
+        count = 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal count
+            index, count = count, count + 1
+            # Detached: a tensor that its own node saves would never be freed.
+            value = tensor.detach()
+            handle = self._handles[index]() if index < len(self._handles) else None
+            if handle is not None:
+                values[index] = value
+            return value
+
+        differs = call.replay.differs()
+        with (
+            torch.enable_grad(),
+            call.replay.again(call.replay.records[chunk], differs=differs),
+            saved_tensors_hooks(keep, _same),
+        ):
+            tree, results = call.chunks.run(*call.chunks.plan.bounds(chunk), given)
+        call.results.check_again(tree, results, chunk)
+        if count != len(self._handles):
+            raise call.results.differs(
+                chunk,
+                f"saved {count} tensors for backward, forward {len(self._handles)}",
+            )
+        for index, value in values.items():
+            handle = self._handles[index]()
+            if handle is None:
+                continue
+            if (handle.shape, handle.dtype) != (value.shape, value.dtype):
+                raise call.results.differs(
+                    chunk,
+                    f"saved a tensor of {value.dtype} and shape {tuple(value.shape)}"
+                    f" for backward, forward one of {handle.dtype} and shape"
+                    f" {tuple(handle.shape)}",
+                )
+            if index != wanted:
+                handle.value = value
+        return values[wanted]
+
+
+def _unpack(handle: _Handle) -> Tensor:
+    return handle.frame.unpack(handle)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

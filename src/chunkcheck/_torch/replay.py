@@ -1,0 +1,310 @@
+"""Replay: what a run of `f` sees besides its tensors, so that recompute sees it again.
+
+Owns random states, ambient modes and flags of modules. Knows nothing of chunks,
+graphs or gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from chunkcheck._strategies import Fused
+from chunkcheck._torch.buffers import Buffers, Snapshot
+from chunkcheck._torch.captures import Reached
+from chunkcheck._torch.compat import function_modes, in_function_modes
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Random:
+    """One source of random numbers."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+
+
+def _in_words(state: Tensor) -> Tensor:
+    # A state is bytes; eight at a time are compared faster.
+    return state.view(torch.int64) if state.numel() % 8 == 0 else state
+
+
+def _generator(generator: torch.Generator) -> _Random:
+    return _Random(
+        lambda: _in_words(generator.get_state()),
+        lambda state: generator.set_state(state.view(torch.uint8)),
+        torch.equal,
+    )
+
+
+def _device(device: torch.device) -> _Random:
+    module = torch.get_device_module(device)
+    return _Random(
+        lambda: _in_words(module.get_rng_state(device)),
+        lambda state: module.set_rng_state(state.view(torch.uint8), device),
+        torch.equal,
+    )
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    kind, keys, *rest = sys.modules["numpy"].random.get_state()
+    return (kind, keys.tobytes(), *rest)
+
+
+def _set_numpy_state(state: tuple[Any, ...]) -> None:
+    numpy = sys.modules["numpy"]
+    kind, keys, *rest = state
+    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+
+
+def _random_sources(
+    options: Fused, reached: Reached, devices: set[torch.device]
+) -> list[_Random]:
+    found = []
+    if options.preserve_rng_state:
+        own = {id(g): g for g in (*options.generators, *reached.generators)}
+        own[id(torch.default_generator)] = torch.default_generator
+        found += map(_generator, own.values())
+        found += [_device(d) for d in devices if d.type not in ("cpu", "meta")]
+    if options.preserve_python_rng_state:
+        found.append(_Random(random.getstate, random.setstate, operator.eq))
+        if "numpy" in sys.modules:
+            found.append(_Random(_numpy_state, _set_numpy_state, operator.eq))
+    return found
+
+
+@functools.cache
+def _autocast_types() -> tuple[str, ...]:
+    """Return the device types that have an autocast on this torch."""
+    found = []
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla"):
+        with suppress(RuntimeError):  # what an older torch says of a type it lacks
+            if torch.amp.is_autocast_available(kind):
+                found.append(kind)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ambient:
+    """The modes of this thread that change what torch's functions do."""
+
+    autocast: tuple[torch.dtype | None, ...]  # by type of device; None: disabled
+    autocast_cache: bool
+    default_dtype: torch.dtype
+    function_modes: tuple[TorchFunctionMode, ...]
+
+    @classmethod
+    def now(cls) -> _Ambient:
+        return cls(
+            tuple(
+                torch.get_autocast_dtype(kind)
+                if torch.is_autocast_enabled(kind)
+                else None
+                for kind in _autocast_types()
+            ),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            tuple(function_modes()),
+        )
+
+    @contextmanager
+    def instead_of(self, current: _Ambient) -> Iterator[None]:
+        """Run in this one, where `current` is."""
+        with ExitStack() as stack:
+            types = zip(_autocast_types(), self.autocast, current.autocast, strict=True)
+            for kind, dtype, other in types:
+                if dtype != other:
+                    cast = torch.autocast(
+                        kind,
+                        dtype=dtype,
+                        enabled=dtype is not None,
+                        cache_enabled=self.autocast_cache,
+                    )
+                    stack.enter_context(cast)
+            if self.default_dtype != current.default_dtype:
+                stack.callback(torch.set_default_dtype, current.default_dtype)
+                torch.set_default_dtype(self.default_dtype)
+            if self.function_modes != current.function_modes:
+                stack.enter_context(in_function_modes(self.function_modes))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one run saw that others did not."""
+
+    random: tuple[tuple[_Random, Any], ...] = ()
+    buffers: tuple[Snapshot, ...] = ()
+    context: AbstractContextManager[object] | None = None
+
+
+_NOTHING = Record()
+
+
+class Replay:
+    """What all runs of one call see, and what each one sees of its own.
+
+    Args:
+        options: What is to be replayed.
+        reached: What can be reached from `f`.
+        tensors: What `f` is given: on their devices it may draw random numbers.
+
+    """
+
+    def __init__(
+        self, options: Fused, reached: Reached, tensors: Iterable[Tensor]
+    ) -> None:
+        devices = {t.device for t in (*tensors, *reached.tensors)}
+        self._sources = _random_sources(options, reached, devices)
+        self._context_fn = options.context_fn
+        self._ambient = _Ambient.now()
+        self._casts = any(self._ambient.autocast)
+        self._training = [(module, module.training) for module in reached.modules]
+        self._leaves = [(t, t.requires_grad) for t in reached.tensors if t.is_leaf]
+        self._buffers = Buffers(reached.modules)
+        self._start: tuple[list[Any], list[Snapshot]] | None = None
+        self._states: list[Any] = []  # after the last run
+        self.records: list[Record] = []
+
+    def run(self, f: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `f` for the first time, and record what only this run sees.
+
+        The record is the last of `records`.
+        """
+        before = self._states or [source.get() for source in self._sources]
+        snapshots = self._buffers.snapshot()
+        if self._context_fn is None and not self._casts:
+            result = f(*args, **kwargs)
+            again = None
+        else:
+            context, again = (self._context_fn or _no_contexts)()
+            with self._own_casts(), context:
+                result = f(*args, **kwargs)
+        self._states = [source.get() for source in self._sources]
+        drawn = tuple(
+            (source, state)
+            for source, state, after in zip(
+                self._sources, before, self._states, strict=True
+            )
+            if not source.same(state, after)
+        )
+        written = self._buffers.written(snapshots)
+        if self._start is None:
+            self._start = before, written
+        record = _NOTHING
+        if drawn or written or again is not None:
+            record = Record(drawn, tuple(written), again)
+        self.records.append(record)
+        return result
+
+    @property
+    def replayed(self) -> set[int]:
+        """The ids of the buffers that recompute sees as they were."""
+        return self._buffers.ids
+
+    def rewind(self) -> None:
+        """Set everything back to what it was before the first run."""
+        if self._start is not None:
+            states, snapshots = self._start
+            for source, state in zip(self._sources, states, strict=True):
+                source.set(state)
+            for snapshot in snapshots:
+                snapshot.restore()
+        self._states, self.records = [], []
+
+    def differs(self) -> bool:
+        """Whether any run would now see something else than all first runs saw."""
+        return (
+            self._casts
+            or torch.is_inference_mode_enabled()
+            or _Ambient.now() != self._ambient
+            or any(module.training != was for module, was in self._training)
+            or any(leaf.requires_grad != was for leaf, was in self._leaves)
+        )
+
+    def again(self, record: Record, *, differs: bool) -> AbstractContextManager[object]:
+        """Return a context for a run like the one that gave `record`.
+
+        Args:
+            record: What only that run saw.
+            differs: What `differs` returned in this backward. It is left out where it
+                need not be asked again for each chunk.
+
+        """
+        if record is _NOTHING and not differs:
+            return _AS_IT_IS
+        return self._again(record)
+
+    @contextmanager
+    def _again(self, record: Record) -> Iterator[None]:
+        before = [(source, source.get()) for source, _ in record.random]
+        try:
+            for source, state in record.random:
+                source.set(state)
+            with ExitStack() as stack:
+                self._enter_common(stack)
+                for snapshot in record.buffers:
+                    stack.enter_context(snapshot.seen_again())
+                if record.context is not None:
+                    stack.enter_context(record.context)
+                yield
+        finally:
+            for source, state in before:
+                source.set(state)
+
+    def _enter_common(self, stack: ExitStack) -> None:
+        """Enter what all first runs saw, where it is not so now."""
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+        if (current := _Ambient.now()) != self._ambient:
+            stack.enter_context(self._ambient.instead_of(current))
+        if self._casts:
+            stack.enter_context(self._own_casts())
+        for module, training in self._training:
+            if module.training != training:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
+        for leaf, wanted in self._leaves:
+            if leaf.requires_grad != wanted:
+                stack.callback(leaf.requires_grad_, leaf.requires_grad)
+                leaf.requires_grad_(wanted)
+
+    @contextmanager
+    def _own_casts(self) -> Iterator[None]:
+        """Keep autocast's cache of a chunk's casts away from all others.
+
+        A cast that another run cached belongs to its graph, or has the value that a
+        weight had then.
+        """
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+_AS_IT_IS = nullcontext()
+
+
+def _no_contexts() -> tuple[AbstractContextManager[object], None]:
+    return _AS_IT_IS, None

@@ -1,0 +1,110 @@
+"""The tape of a call: what its backward needs, and a chunk run again from it.
+
+Knows nothing of the node that backward comes through, nor how gradients are put
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from chunkcheck._plan import Plan
+from chunkcheck._strategies import Fused
+from chunkcheck._torch.captures import Borders, borders
+from chunkcheck._torch.compat import next_number
+from chunkcheck._torch.replay import Replay
+from chunkcheck._torch.results import Results
+from chunkcheck._torch.tensors import is_tensor
+from chunkcheck._tree import Tree
+
+NEW_CAPTURE = "used a tensor that requires a gradient and that forward did not use"
+
+# From here on a gradient is added to its sum as soon as it is there, so that no two of
+# one chunk are held at once. It takes a hook, and longer if the gradient is small.
+LARGE = 2**18  # bytes
+
+
+class Runnable(Protocol):
+    """A call as chunks of flat tensors, such as `Chunks`."""
+
+    plan: Plan
+    dims: list[int]
+
+    @property
+    def count(self) -> int:
+        """The number of tensors."""
+        ...
+
+    def run(
+        self, start: int, stop: int, tensors: Sequence[Tensor]
+    ) -> tuple[Tree, list[object]]:
+        """Return the result for one chunk, taken apart."""
+        ...
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return for each tensor that is cut the pieces of all chunks."""
+        ...
+
+    def as_contiguous(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return the pieces of one chunk, as contiguous as their wholes."""
+        ...
+
+
+@dataclass(slots=True)
+class Tape:
+    """What backward needs of one call, apart from its tensors."""
+
+    options: Fused
+    chunks: Runnable
+    results: Results
+    replay: Replay
+    used: set[int] = field(default_factory=set)  # which of the tensors
+    captures: dict[int, Tensor] = field(default_factory=dict)  # by id
+    # By chunk, how many nodes it made and which result leaves require a gradient.
+    shapes: list[tuple[int, list[bool]]] = field(default_factory=list)
+    # By chunk, the tensors and the result of those whose graph is kept.
+    kept: dict[int, tuple[list[Tensor], list[object]]] = field(default_factory=dict)
+    large: bool = False  # whether any sum is
+
+    def recompute(
+        self, chunk: int, given: Sequence[Tensor], *, differs: bool
+    ) -> tuple[list[object], Borders | None]:
+        """Run a chunk again.
+
+        Args:
+            chunk: The chunk.
+            given: Its tensors.
+            differs: See `Replay.again`.
+
+        Returns:
+            The leaves of its result, and its graph, if that had to be looked at.
+
+        Raises:
+            RuntimeError: It did not do what it did in forward.
+
+        """
+        first = next_number()
+        bounds = self.chunks.plan.bounds(chunk)
+        with self.replay.again(self.replay.records[chunk], differs=differs):
+            tree, values = self.chunks.run(*bounds, given)
+        made, requires = self.shapes[chunk]
+        same = next_number() - first == made
+        values = self.results.check_again(tree, values, chunk)
+        if requires != [is_tensor(v) and v.requires_grad for v in values]:
+            how = "gave results of which others require a gradient"
+            raise self.results.differs(chunk, how)
+        if same and not self.large:
+            return values, None
+        found = borders(requiring(values), given, first)
+        if found is None:
+            raise self.results.differs(chunk, NEW_CAPTURE)
+        return values, found
+
+
+def requiring(values: Sequence[object]) -> list[Tensor]:
+    """Return the tensors that require a gradient."""
+    return [v for v in values if is_tensor(v) and v.requires_grad]
