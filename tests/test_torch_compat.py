@@ -1,13 +1,166 @@
-"""Tests of `_torch.compat`: the private names are there and mean what we think."""
+"""Tests of `_torch.compat`: the private names are there and mean what we think.
+
+And without them, gradients are right all the same.
+"""
 
 from __future__ import annotations
 
+import threading
+from operator import attrgetter
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 
+from chunkcheck import chunk_and_checkpoint
 from chunkcheck._torch import compat
+from reference import assert_same_as_plain, net, rows
+
+# What `compat` reads from torch, and what it does without.
+NAMES: dict[str, tuple[str, Any]] = {
+    "_C._are_functorch_transforms_active": ("_transforms_active", lambda: False),
+    "_C._is_alias_of": ("_is_alias_of", None),
+    "_C._autograd._get_sequence_nr": ("_next_number", None),
+    "_C._current_graph_task_id": ("_graph_task", threading.get_ident),
+    "_C._current_autograd_node": ("_current_node", lambda: None),
+    "_C._will_engine_execute_node": ("_will_run", lambda _: True),
+    "autograd.Variable._execution_engine.run_backward": ("_run_backward", None),
+    "overrides._get_current_function_mode_stack": ("_function_modes", list),
+    "overrides._pop_mode": ("_pop_mode", None),
+    "overrides._push_mode": ("_push_mode", None),
+}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_the_name_is_there(path: str) -> None:
+    name, _ = NAMES[path]
+    assert getattr(compat, name) is not None
+    assert attrgetter(path)(torch) == getattr(compat, name)
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_without_the_name_gradients_are_right(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, *NAMES[path])
+    module, leaf = net(), rows(4)
+
+    def closure(x: Tensor) -> Tensor:
+        y: Tensor = module(x).sin() * x
+        return y
+
+    shift = leaf.exp()
+    for f in (module, closure, lambda x: module(x) + shift, lambda x: x[:, :2]):
+        x = rows(5, 4)
+        captured = [*module.parameters(), leaf]
+        expected = torch.autograd.grad(
+            f(x).sum(), [x, *captured], allow_unused=True, retain_graph=True
+        )
+        y = chunk_and_checkpoint(f, x, chunk_size=2)
+        assert y.grad_fn is not None
+        found = torch.autograd.grad(
+            y.sum(), [x, *captured], allow_unused=True, retain_graph=True
+        )
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b)
+    assert_same_as_plain(
+        lambda x: (module(x), x * 2), (rows(5, 4),), chunk_size=2, strategy="auto"
+    )
+
+
+def test_attributes_of_nodes_and_tensors_are_there() -> None:
+    x = rows(3)
+    y = (x * x.exp()).sum()
+    assert hasattr(x, "_version")
+    assert hasattr(x, "_backward_hooks")
+    assert hasattr(nn.Linear(1, 1), "_buffers")
+    assert y.grad_fn is not None
+    assert hasattr(y.grad_fn, "_sequence_nr")
+    assert hasattr(y.grad_fn.next_functions[0][0], "_saved_self")
+    assert hasattr(forward_ad, "_current_level")
+
+
+def test_numbers_tell_older_nodes_from_newer() -> None:
+    x = rows(3)
+    old = x.sin().grad_fn
+    first = compat.next_number()
+    new = x.cos().grad_fn
+    assert old is not None
+    assert new is not None
+    assert first is not None
+    assert compat.number(old) < first <= compat.number(new) < compat.LEAF_NUMBER
+    leaf = new.next_functions[0][0]
+    assert compat.number(leaf) == compat.LEAF_NUMBER
+    assert leaf.variable is x  # type: ignore[attr-defined]
+
+
+class Tells(torch.autograd.Function):
+    """Notes which of its inputs the running backward wants a gradient for."""
+
+    wanted: list[bool]
+    task: int
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        Tells.wanted = [compat.will_run(node) for node, _ in ctx.next_functions]
+        Tells.task = compat.graph_task()
+        return gradient * b, gradient * a
+
+
+def test_will_run() -> None:
+    a, b = rows(3), rows(3)
+    y = Tells.apply(a, b.exp()).sum()  # type: ignore[no-untyped-call]
+    for ask, expected in (
+        (lambda: torch.autograd.grad(y, a, retain_graph=True), [True, False]),
+        (lambda: torch.autograd.grad(y, b, retain_graph=True), [False, True]),
+        (lambda: torch.autograd.grad(y, [a, b], retain_graph=True), [True, True]),
+        (lambda: y.backward(inputs=[b], retain_graph=True), [False, True]),
+        (lambda: y.backward(retain_graph=True), [True, True]),
+    ):
+        before = getattr(Tells, "task", -1)
+        ask()
+        assert Tells.wanted == expected
+        assert Tells.task != before
+
+
+def test_has_hooks() -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    x = rows(3)
+    without: Tensor = Saves.apply(x)  # type: ignore[no-untyped-call]
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        within: Tensor = Saves.apply(x)  # type: ignore[no-untyped-call]
+    assert without.grad_fn is not None
+    assert within.grad_fn is not None
+    assert not compat.has_hooks(without.grad_fn)
+    assert compat.has_hooks(within.grad_fn)
+
+
+def test_saved_by() -> None:
+    x, constant = rows(3), rows(3, grad=False)
+    y = x * constant
+    assert y.grad_fn is not None
+    saved = list(compat.saved_by(y.grad_fn))
+    assert any(t is constant for t in saved)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")

@@ -35,6 +35,8 @@ class Call:
 
     def invoke(self, leaves: Iterable[object]) -> Any:
         """Call `f` with these leaves, in fresh containers."""
+        if not self.kwargs.children and all(c.is_leaf for c in self.args.children):
+            return self.f(*leaves)
         rest = iter(leaves)
         args, kwargs = unflatten(self.args, rest), unflatten(self.kwargs, rest)
         return self.f(*args, **kwargs)

@@ -176,11 +176,11 @@ class Borders(NamedTuple):
 
 
 def borders(
-    results: Iterable[Tensor], given: Sequence[Tensor], first: int
+    results: Iterable[Tensor], given: Sequence[Tensor], first: int | None
 ) -> Borders | None:
     """Walk the graph of `results` back to what was there before.
 
-    None: among that is a tensor that was computed from others.
+    None: among that is a tensor that was computed from others, or may be.
 
     Args:
         results: Those that require a gradient.
@@ -189,6 +189,8 @@ def borders(
 
     """
     last = next_number()  # nodes of other threads may have any number
+    if first is None or last is None:
+        return None
     own = {id(leaf): index for index, leaf in enumerate(given)}
     found = Borders(set(), [], [])
     nodes, ends = found.nodes, []
@@ -227,6 +229,8 @@ def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
     was given is not among them.
     """
     own = {id(tensor) for tensor in given}
+    if next_number() is None:
+        return []
     found = {
         id(saved): (weakref.ref(saved), version(saved))
         for node in nodes

@@ -1,5 +1,6 @@
 """The private names of torch that we use, each with the reason why no public one does.
 
+Each has a fallback for a torch that lacks it: slower, or seeing less, but never wrong.
 Nothing else in the library may touch a private name of torch's, but for the pytree
 registry (`_tree`) and the profiler's event tree (`diagnostics`).
 """
@@ -7,37 +8,62 @@ registry (`_tree`) and the profiler's event tree (`diagnostics`).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import methodcaller
+from operator import attrgetter, methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable, forward_ad
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 LEAF_NUMBER = 2**64 - 1  # the sequence number of every node that accumulates `.grad`
 
 
+def _private(path: str, fallback: Any) -> Any:
+    """Return what torch has at `path`, or the fallback."""
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError:
+        return fallback
+
+
+_transforms_active = _private("_C._are_functorch_transforms_active", lambda: False)
+_is_alias_of = _private("_C._is_alias_of", None)
+_next_number = _private("_C._autograd._get_sequence_nr", None)
+_graph_task = _private("_C._current_graph_task_id", threading.get_ident)
+_current_node = _private("_C._current_autograd_node", lambda: None)
+_will_run = _private("_C._will_engine_execute_node", lambda _: True)
+_run_backward = _private("autograd.Variable._execution_engine.run_backward", None)
+_function_modes = _private("overrides._get_current_function_mode_stack", list)
+_pop_mode = _private("overrides._pop_mode", None)
+_push_mode = _private("overrides._push_mode", None)
+
+
 def transforms_active() -> bool:
     """Whether a torch.func transform or a forward-mode level is open.
 
-    torch has no public test for either.
+    torch has no public test for either. Without one, torch itself refuses the
+    saved-tensor hooks and the Functions of a chunk under a transform.
     """
-    return bool(
-        torch._C._are_functorch_transforms_active()  # noqa: SLF001
-        or forward_ad._current_level >= 0  # noqa: SLF001
-    )
+    return bool(_transforms_active()) or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share memory, also for those that have no data pointer.
 
     `untyped_storage().data_ptr()` is 0 for meta and fake tensors, and an error for
-    sparse ones.
+    sparse ones. In doubt, yes.
     """
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]  # noqa: SLF001
+    if _is_alias_of is not None:
+        return bool(_is_alias_of(a, b))
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 def version(tensor: Tensor) -> int | None:
@@ -45,17 +71,17 @@ def version(tensor: Tensor) -> int | None:
 
     Public code sees this number only in the error that it causes.
     """
-    return None if tensor.is_inference() else tensor._version  # noqa: SLF001
+    return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
-def next_number() -> int:
+def next_number() -> int | None:
     """Return the sequence number that this thread's next node of a graph will have.
 
     Nodes are numbered as they are made, so that the number tells a node of a chunk's
-    graph from one that was there before; torch has no public way to tell.
+    graph from one that was there before; torch has no public way to tell. Without
+    numbers (None) a graph counts as one that cannot be told apart.
     """
-    number: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
-    return number
+    return None if _next_number is None else _next_number()
 
 
 # The sequence number of a node. Called for each node of each chunk.
@@ -65,10 +91,17 @@ number: Callable[[Node], int] = methodcaller("_sequence_nr")
 def graph_task() -> int:
     """Return a number for the backward that is running; no two at once have the same.
 
-    A node has no public way to tell one backward through it from another.
+    A node has no public way to tell one backward through it from another. The fallback
+    is right as long as no backward starts another through the same nodes.
     """
-    task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+    task: int = _graph_task()
     return task
+
+
+def current_node() -> Node | None:
+    """Return the node that the running backward is at, None if unknown."""
+    node: Node | None = _current_node()
+    return node
 
 
 def will_run(node: Node | None) -> bool:
@@ -80,7 +113,7 @@ def will_run(node: Node | None) -> bool:
     if node is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+        return bool(_will_run(node))
     except RuntimeError:
         return True
 
@@ -93,7 +126,9 @@ def gradients(
     Straight to the engine: the checks of the public function take longer than a small
     chunk's backward, and what they check holds here.
     """
-    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(  # type: ignore[attr-defined]  # noqa: SLF001
+    if _run_backward is None:
+        return torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+    found: tuple[Tensor | None, ...] = _run_backward(
         tuple(outputs), tuple(given), False, False, tuple(inputs), True, False
     )
     return found
@@ -103,11 +138,14 @@ def has_hooks(node: Node) -> bool:
     """Whether saved-tensor hooks took the first tensor that `node` saved.
 
     torch cannot be asked for the hooks that are active before 2.9, but it takes no
-    second pair of hooks for one tensor. The first tensor must be one of ours.
+    second pair of hooks for one tensor. The first tensor must be one of ours. In doubt,
+    yes.
     """
-    (first, *_) = node._raw_saved_tensors  # type: ignore[attr-defined]  # noqa: SLF001
+    saved: Any = getattr(node, "_raw_saved_tensors", None)
+    if saved is None:
+        return True
     try:
-        first.register_hooks(_same, _same)
+        saved[0].register_hooks(_same, _same)
     except RuntimeError:
         return True
     return False
@@ -115,12 +153,6 @@ def has_hooks(node: Node) -> bool:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-@functools.cache
-def _saving_attributes(kind: type) -> tuple[str, ...]:
-    names = [name for name in dir(kind) if name.startswith("_saved_")]
-    return (*names, *(["saved_tensors"] if hasattr(kind, "saved_tensors") else []))
 
 
 def saved_by(node: Node) -> Iterator[Tensor]:
@@ -135,12 +167,18 @@ def saved_by(node: Node) -> Iterator[Tensor]:
                 yield item
 
 
+@functools.cache
+def _saving_attributes(kind: type) -> tuple[str, ...]:
+    names = [name for name in dir(kind) if name.startswith("_saved_")]
+    return (*names, *(["saved_tensors"] if hasattr(kind, "saved_tensors") else []))
+
+
 def function_modes() -> list[TorchFunctionMode]:
     """Return the function modes of this thread, the outermost first.
 
-    `torch.get_default_device` tells of one kind of them only.
+    `torch.get_default_device` tells of one kind of them only. The fallback sees none.
     """
-    found: list[TorchFunctionMode] = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001
+    found: list[TorchFunctionMode] = _function_modes()
     return found
 
 
@@ -160,28 +198,14 @@ def in_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 def _replace_modes(count: int, modes: Sequence[TorchFunctionMode]) -> None:
     for _ in range(count):
-        torch.overrides._pop_mode()  # noqa: SLF001
+        _pop_mode()
     for mode in modes:
-        torch.overrides._push_mode(mode)  # noqa: SLF001
-
-
-def is_legacy_batched(tensor: Tensor) -> bool:
-    """Whether `torch.autograd.grad(is_grads_batched=True)` wrapped `tensor`.
-
-    That is vmap, but not a transform that `transforms_active` sees.
-    """
-    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def current_node() -> Node | None:
-    """Return the node that the running backward is at."""
-    node: Node | None = torch._C._current_autograd_node()  # noqa: SLF001
-    return node
+        _push_mode(mode)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether `Tensor.register_hook` or `retain_grad` has been called on `tensor`."""
-    return bool(tensor._backward_hooks) or tensor.retains_grad  # noqa: SLF001
+    return bool(getattr(tensor, "_backward_hooks", True)) or tensor.retains_grad
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -92,35 +92,34 @@ class Sum:
         self._dtype = dtype
         self._total: Tensor | None = None
         self._result_dtype: torch.dtype | None = None
+        self._in_place = False
 
     def add(self, _chunk: int, gradient: Tensor) -> None:
         """Add the gradient of one chunk."""
         total = self._total
         if total is None:
             self._result_dtype = gradient.dtype
-            wide = self._dtype or gradient.dtype
+            self._in_place = is_plain(gradient) and not gradient.requires_grad
             # A copy, for it may be a view of what is not ours.
-            self._total = gradient.to(wide, copy=not gradient.requires_grad)
+            wide = self._dtype or gradient.dtype
+            self._total = gradient.to(wide, copy=self._in_place)
         elif (
-            total.requires_grad
-            or gradient.requires_grad
-            or not (is_plain(total) and is_plain(gradient))
+            self._in_place
+            and gradient.layout is torch.strided
+            and not gradient.requires_grad
         ):
-            self._total = _added(total, gradient)
-        else:
             total.add_(gradient)
+        else:
+            # The sum of a sparse tensor and a dense one is defined in one order only.
+            sparse_first = not is_plain(total) and is_plain(gradient)
+            self._total = gradient + total if sparse_first else total + gradient
+            self._in_place = False
 
     def total(self) -> Tensor | None:
         """Return the sum in the dtype of the gradients."""
         if self._total is None or self._result_dtype is None:
             return None
         return self._total.to(self._result_dtype)
-
-
-def _added(a: Tensor, b: Tensor) -> Tensor:
-    # The sum of a sparse tensor and a dense one is defined in one order only.
-    dense, other = (b, a) if is_plain(b) else (a, b)
-    return dense + other
 
 
 def sum_dtype(asked: object, gradient: torch.dtype) -> torch.dtype | None:

@@ -36,7 +36,7 @@ from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
-from chunkcheck._torch.tape import LARGE, Runnable, Tape, requiring
+from chunkcheck._torch.tape import LARGE, Runnable, Tape, nodes_since, requiring
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
@@ -95,7 +95,7 @@ class OneNode:
         tape, plan = self._tape, self._tape.chunks.plan
         first = next_number()
         tree, values = tape.replay.run(tape.chunks.run, *plan.bounds(chunk), given)
-        made = next_number() - first
+        made = nodes_since(first)
         values = tape.results.accept(tree, values, chunk)
         requires = [is_tensor(v) and v.requires_grad for v in values]
         found = borders(requiring(values), given, first)

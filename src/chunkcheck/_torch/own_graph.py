@@ -107,8 +107,9 @@ class _Frame:
 
     def pack(self, tensor: Tensor) -> _Handle:
         """Keep a handle instead of `tensor`."""
-        before = tensor.grad_fn is None or number(tensor.grad_fn) < self._call.first
-        if before:  # perhaps captured: it is if it outlives the chunk
+        node, first = tensor.grad_fn, self._call.first
+        if node is None or (first is not None and number(node) < first):
+            # Perhaps captured: it is, if it outlives the chunk.
             self._watched.append((weakref.ref(tensor), version(tensor)))
         handle = _Handle(self, len(self._handles), tensor)
         self._handles.append(weakref.ref(handle))
@@ -121,7 +122,8 @@ class _Frame:
         by one, so what the same node has asked for is there until another one asks.
         """
         node = current_node()
-        asking = None if node is None else number(node)  # not the node: it holds us
+        # By its number, since the node itself would hold what it has saved.
+        asking = None if node is None or self._call.first is None else number(node)
         if asking is None or asking != self._recent[0]:
             self._recent = asking, {}
         recent = self._recent[1]

@@ -10,7 +10,7 @@ import functools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -152,8 +152,8 @@ class _Ambient:
 class Record:
     """What one run saw that others did not."""
 
-    random: tuple[tuple[_Random, Any], ...] = ()
-    buffers: tuple[Snapshot, ...] = ()
+    random: Sequence[tuple[_Random, Any]] = ()
+    buffers: Sequence[Snapshot] = ()
     context: AbstractContextManager[object] | None = None
 
 
@@ -178,6 +178,7 @@ class Replay:
         self._context_fn = options.context_fn
         self._ambient = _Ambient.now()
         self._casts = any(self._ambient.autocast)
+        self._simple = not self._casts and options.context_fn is None
         self._training = [(module, module.training) for module in reached.modules]
         self._leaves = [(t, t.requires_grad) for t in reached.tensors if t.is_leaf]
         self._buffers = Buffers(reached.modules)
@@ -192,28 +193,28 @@ class Replay:
         """
         before = self._states or [source.get() for source in self._sources]
         snapshots = self._buffers.snapshot()
-        if self._context_fn is None and not self._casts:
+        again = None
+        if self._simple:
             result = f(*args, **kwargs)
-            again = None
         else:
             context, again = (self._context_fn or _no_contexts)()
             with self._own_casts(), context:
                 result = f(*args, **kwargs)
         self._states = [source.get() for source in self._sources]
-        drawn = tuple(
+        drawn = [
             (source, state)
             for source, state, after in zip(
                 self._sources, before, self._states, strict=True
             )
             if not source.same(state, after)
-        )
+        ]
         written = self._buffers.written(snapshots)
-        if self._start is None:
+        if not self.records:
             self._start = before, written
-        record = _NOTHING
         if drawn or written or again is not None:
-            record = Record(drawn, tuple(written), again)
-        self.records.append(record)
+            self.records.append(Record(drawn, written, again))
+        else:
+            self.records.append(_NOTHING)
         return result
 
     @property
@@ -296,6 +297,9 @@ class Replay:
         A cast that another run cached belongs to its graph, or has the value that a
         weight had then.
         """
+        if not self._casts:
+            yield
+            return
         torch.clear_autocast_cache()
         try:
             yield

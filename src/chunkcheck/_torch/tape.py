@@ -92,7 +92,7 @@ class Tape:
         with self.replay.again(self.replay.records[chunk], differs=differs):
             tree, values = self.chunks.run(*bounds, given)
         made, requires = self.shapes[chunk]
-        same = next_number() - first == made
+        same = nodes_since(first) == made
         values = self.results.check_again(tree, values, chunk)
         if requires != [is_tensor(v) and v.requires_grad for v in values]:
             how = "gave results of which others require a gradient"
@@ -103,6 +103,12 @@ class Tape:
         if found is None:
             raise self.results.differs(chunk, NEW_CAPTURE)
         return values, found
+
+
+def nodes_since(first: int | None) -> int:
+    """Return how many nodes this thread made since `next_number` returned `first`."""
+    last = next_number()
+    return -1 if first is None or last is None else last - first
 
 
 def requiring(values: Sequence[object]) -> list[Tensor]:
