@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from chunkcheck import (
     ChunkStrategy,
+    Fused,
     NoCheckpoint,
     NonReentrant,
     Reentrant,
@@ -529,11 +530,13 @@ class Mine:
 
 
 AnyStrategy: TypeAlias = (
-    NonReentrant | Reentrant | NoCheckpoint | ChunkStrategy | StrategyName
+    Fused | NonReentrant | Reentrant | NoCheckpoint | ChunkStrategy | StrategyName
 )
 NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
 REPLAYING: tuple[AnyStrategy, ...] = (
     *NAMES,
+    Fused(keep_chunks=1, determinism_check="values"),
+    Fused(preserve_python_rng_state=True, context_fn=contexts),
     NonReentrant(determinism_check="none"),
     NonReentrant(early_stop=False),
     NonReentrant(context_fn=contexts),
@@ -544,6 +547,7 @@ REPLAYING: tuple[AnyStrategy, ...] = (
 )
 STRATEGIES: tuple[AnyStrategy, ...] = (
     *REPLAYING,
+    Fused(preserve_rng_state=False, accumulate_dtype=torch.float64),
     NonReentrant(preserve_rng_state=False),
     Reentrant(preserve_rng_state=False),
     Mine("twice"),

@@ -33,10 +33,13 @@ class Call:
         named, kwargs_tree = flatten(dict(kwargs))
         return cls(f, args_tree, kwargs_tree), positional + named
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether the leaves are the positional arguments."""
+        return not self.kwargs.keys and all(c.is_leaf for c in self.args.children)
+
     def invoke(self, leaves: Iterable[object]) -> Any:
         """Call `f` with these leaves, in fresh containers."""
-        if not self.kwargs.children and all(c.is_leaf for c in self.args.children):
-            return self.f(*leaves)
         rest = iter(leaves)
         args, kwargs = unflatten(self.args, rest), unflatten(self.kwargs, rest)
         return self.f(*args, **kwargs)

@@ -12,10 +12,11 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from chunkcheck._torch.captures import alive
 from chunkcheck._torch.compat import LEAF_NUMBER, gradients, number
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
-from chunkcheck._torch.tape import LARGE, NEW_CAPTURE, Tape
+from chunkcheck._torch.tape import LARGE, OTHER_GRAPH, Tape
 from chunkcheck._torch.tensors import dense_strides, is_tensor
 
 
@@ -68,14 +69,13 @@ class Backward:
         """Return the gradients of what is wanted."""
         # The last first: its graph may have been kept, and then it goes.
         for chunk in reversed(range(len(self._tape.chunks.plan))):
-            for ref in self._run(chunk):
-                leaf = ref()
-                if leaf is not None and id(leaf) not in self._tape.captures:
-                    raise self._tape.results.differs(chunk, NEW_CAPTURE)
+            for leaf in alive(self._run(chunk)):
+                if id(leaf) not in self._tape.captures:
+                    raise self._tape.results.differs(chunk, OTHER_GRAPH)
         return {i: total.total() for i, total in self._totals.items()}
 
     def _run(self, chunk: int) -> list[weakref.ref[Tensor]]:
-        """Add the gradients of one chunk, and return the leaves that it may have made."""
+        """Add the gradients of one chunk, and return the leaves that it did not know."""
         tape = self._tape
         found = None
         if chunk in tape.kept:
@@ -98,7 +98,10 @@ class Backward:
             for total, gradient in zip(self._totals.values(), of_inputs, strict=True):
                 if gradient is not None:
                     total.add(chunk, gradient)
-        return [] if found is None else [weakref.ref(leaf) for leaf in found.leaves]
+        if found is None:
+            return []
+        known = tape.captures
+        return [weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in known]
 
     def _add_large(
         self, chunk: int, given: Sequence[Tensor], nodes: Sequence[Node]

@@ -170,8 +170,9 @@ def _is_library(module: str | None) -> bool:
 class Borders(NamedTuple):
     """Where the graph of one run of `f` ends."""
 
-    given: set[int]  # which of the leaves that `f` was given it used
-    leaves: list[Tensor]  # those that it was not given
+    given: set[int]  # which of the tensors that `f` was given it used
+    leaves: list[Tensor]  # the leaves that it was not given
+    older: set[int]  # the numbers of nodes that were there before
     nodes: list[Node]  # the whole graph
 
 
@@ -180,19 +181,21 @@ def borders(
 ) -> Borders | None:
     """Walk the graph of `results` back to what was there before.
 
-    None: among that is a tensor that was computed from others, or may be.
-
     Args:
         results: Those that require a gradient.
-        given: The leaves that `f` was given.
+        given: The tensors that `f` was given.
         first: The sequence number of the first node that the run made.
+
+    Returns:
+        None if nodes have no numbers.
 
     """
     last = next_number()  # nodes of other threads may have any number
     if first is None or last is None:
         return None
-    own = {id(leaf): index for index, leaf in enumerate(given)}
-    found = Borders(set(), [], [])
+    found = Borders(set(), [], set(), [])
+    own_leaves = {id(t): index for index, t in enumerate(given)}
+    own_nodes = {t.grad_fn: i for i, t in enumerate(given) if t.grad_fn is not None}
     nodes, ends = found.nodes, []
     for result in results:
         if result.grad_fn is not None:
@@ -209,13 +212,15 @@ def borders(
                     nodes.append(other)
         elif position == LEAF_NUMBER:
             ends.append(node.variable)  # type: ignore[attr-defined]
+        elif node in own_nodes:
+            found.given.add(own_nodes[node])
         else:
-            return None
+            found.older.add(position)
     for leaf in ends:
-        if (index := own.get(id(leaf))) is None:
-            found.leaves.append(leaf)
+        if id(leaf) in own_leaves:
+            found.given.add(own_leaves[id(leaf)])
         else:
-            found.given.add(index)
+            found.leaves.append(leaf)
     return found
 
 
@@ -239,6 +244,11 @@ def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
         if id(saved) not in own
     }
     return list(found.values())
+
+
+def alive(refs: Iterable[weakref.ref[Tensor]]) -> Iterator[Tensor]:
+    """Yield the tensors that are still there."""
+    return (tensor for ref in refs if (tensor := ref()) is not None)
 
 
 def check_unchanged(tensors: Observed, replayed: Container[int]) -> None:

@@ -36,7 +36,7 @@ from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
-from chunkcheck._torch.tape import LARGE, Runnable, Tape, nodes_since, requiring
+from chunkcheck._torch.tape import Runnable, Tape, requiring
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
@@ -83,45 +83,64 @@ class OneNode:
         hooks = saved_tensors_hooks(_detached, _detached)
         with hooks if self._saved.outer_hooks else nullcontext():
             for chunk in range(len(tape.chunks.plan)):
-                self._note(*self._forward(chunk, cut.given(chunk)))
-        whole = [t for t in tensors[len(tape.chunks.dims) :] if t.requires_grad]
-        sums = [*whole, *tape.captures.values()]
-        tape.large = any(t.nbytes >= LARGE for t in sums)
+                self._note(chunk, *self._forward(chunk, cut.given(chunk)))
         leaves = tape.results.join(tensors)
         return tape.results.rebuilt(self._connected(leaves, tensors))
 
-    def _forward(self, chunk: int, given: list[Tensor]) -> tuple[Observed, Observed]:
-        """Run one chunk; return new leaves of its graph, and constants it saved."""
+    def _forward(
+        self, chunk: int, given: list[Tensor]
+    ) -> tuple[list[bool], set[int], Observed, Observed]:
+        """Run one chunk.
+
+        Returns:
+            Which results require a gradient, which tensors it used, the leaves that its
+            graph ends in, and the constants that it saved.
+
+        """
         tape, plan = self._tape, self._tape.chunks.plan
         first = next_number()
         tree, values = tape.replay.run(tape.chunks.run, *plan.bounds(chunk), given)
-        made = nodes_since(first)
         values = tape.results.accept(tree, values, chunk)
-        requires = [is_tensor(v) and v.requires_grad for v in values]
         found = borders(requiring(values), given, first)
-        if found is None:
+        if found is None or found.older:
             raise Unsuited("f captures a tensor that was computed from others")
-        new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]
-        _check_suited(new)
-        tape.used |= found.given
+        for leaf in found.leaves:
+            if id(leaf) not in tape.captures:
+                _check_suited(leaf)
         tape.results.put(values, chunk, connected=False)
-        if tape.shapes and tape.shapes[-1] == (made, requires):
-            tape.shapes.append(tape.shapes[-1])  # so that many chunks take no memory
-        else:
-            tape.shapes.append((made, requires))
         if chunk >= len(plan) - tape.options.keep_chunks:
             tape.kept[chunk] = given, values
-        constants = observed(found.nodes, given) if chunk == 0 else []
-        return [(weakref.ref(leaf), version(leaf)) for leaf in new], constants
+        return (
+            [is_tensor(v) and v.requires_grad for v in values],
+            found.given,
+            [(weakref.ref(leaf), version(leaf)) for leaf in found.leaves],
+            observed(found.nodes, given) if chunk == 0 else [],
+        )
 
-    def _note(self, leaves: Observed, constants: Observed) -> None:
+    def _note(
+        self,
+        chunk: int,
+        required: list[bool],
+        used: set[int],
+        leaves: Observed,
+        constants: Observed,
+    ) -> None:
         """Take down what outlives the graph: the rest was not captured but made by f."""
-        self._watched += [pair for pair in constants if pair[0]() is not None]
+        tape = self._tape
+        captured = set()
         for ref, before in leaves:
-            leaf = ref()
-            if leaf is not None:
-                self._tape.captures[id(leaf)] = leaf
-                self._watched.append((ref, before))
+            if (leaf := ref()) is not None:
+                captured.add(id(leaf))
+                if id(leaf) not in tape.captures:
+                    tape.captures[id(leaf)] = leaf
+                    self._watched.append((ref, before))
+        self._watched += [pair for pair in constants if pair[0]() is not None]
+        trace = required, used, captured
+        if chunk and tape.traces[-1] == trace:
+            trace = tape.traces[-1]  # so that many chunks take no memory
+        else:
+            tape.used |= used
+        tape.traces.append(trace)
 
     def _connected(
         self, leaves: list[object], tensors: Sequence[Tensor]
@@ -131,7 +150,7 @@ class OneNode:
         columns = [
             column
             for column, required in enumerate(
-                zip(*(r for _, r in tape.shapes), strict=True)
+                zip(*(required for required, *_ in tape.traces), strict=True)
             )
             if any(required)
         ]
@@ -329,11 +348,10 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _check_suited(captures: Sequence[Tensor]) -> None:
-    for leaf in captures:
-        if not is_plain(leaf):
-            raise Unsuited(f"f captures a {type(leaf).__name__}")
-        if has_tensor_hooks(leaf):
-            raise Unsuited("f captures a tensor with hooks")
-        if leaf.numel() and not leaf.untyped_storage().size():
-            raise Unsuited("f captures a parameter that is there only while it runs")
+def _check_suited(leaf: Tensor) -> None:
+    if not is_plain(leaf):
+        raise Unsuited(f"f captures a {type(leaf).__name__}")
+    if has_tensor_hooks(leaf):
+        raise Unsuited("f captures a tensor with hooks")
+    if leaf.numel() and not leaf.untyped_storage().size():
+        raise Unsuited("f captures a parameter that is there only while it runs")

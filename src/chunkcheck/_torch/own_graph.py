@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from chunkcheck._strategies import Fused
-from chunkcheck._torch.captures import Observed, check_unchanged
+from chunkcheck._torch.captures import (
+    Borders,
+    Observed,
+    alive,
+    borders,
+    check_unchanged,
+)
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import (
     current_node,
@@ -29,6 +35,7 @@ from chunkcheck._torch.cuts import Apart, InPlace
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
+from chunkcheck._torch.tape import OTHER_GRAPH, requiring
 
 
 class OwnGraph:
@@ -67,9 +74,11 @@ class OwnGraph:
             given = cut.given(chunk)
             frame = _Frame(self, chunk)
             keep = chunk >= len(plan) - self.options.keep_chunks
+            first = next_number()
             with nullcontext() if keep else saved_tensors_hooks(frame.pack, _unpack):
                 tree, values = self.replay.run(self.chunks.run, start, stop, given)
             values = results.accept(tree, values, chunk)
+            frame.note(borders(requiring(values), given, first))
             results.put(values, chunk)
         return results.rebuilt(results.join(tensors))
 
@@ -96,7 +105,10 @@ class _Handle:
 class _Frame:
     """What one chunk saved. Only handles hold it, and it holds none of them."""
 
-    __slots__ = ("_call", "_chunk", "_handles", "_recent", "_watched")
+    __slots__ = (
+        *("_call", "_chunk", "_given", "_handles"),
+        *("_leaves", "_older", "_recent", "_watched"),
+    )
 
     def __init__(self, call: OwnGraph, chunk: int) -> None:
         self._call = call
@@ -104,6 +116,15 @@ class _Frame:
         self._handles: list[weakref.ref[_Handle]] = []
         self._watched: Observed = []
         self._recent: tuple[int | None, dict[int, Tensor]] = None, {}
+        self._given: set[int] = set()  # which of the tensors the chunk used
+        self._leaves: set[int] = set()  # the ids of those in its graph
+        self._older: set[int] = set()  # the numbers of nodes that its graph ends in
+
+    def note(self, found: Borders | None) -> None:
+        """Take down where the graph of the chunk ends."""
+        if found is not None:
+            self._given, self._older = found.given, found.older
+            self._leaves = {id(leaf) for leaf in found.leaves}
 
     def pack(self, tensor: Tensor) -> _Handle:
         """Keep a handle instead of `tensor`."""
@@ -131,13 +152,20 @@ class _Frame:
         if value is None:
             value = recent.get(handle.index)
         if value is None:
-            value = self._recompute(handle.index)
+            value, unknown = self._recompute(handle.index)
+            for _ in alive(unknown):  # not one that `f` makes and drops in each run
+                raise self._call.results.differs(self._chunk, OTHER_GRAPH)
         if asking is not None:
             recent[handle.index] = value
         return value
 
-    def _recompute(self, wanted: int) -> Tensor:
-        """Run the chunk again, fill all handles, and return the value of one."""
+    def _recompute(self, wanted: int) -> tuple[Tensor, list[weakref.ref[Tensor]]]:
+        """Run the chunk again and fill all handles.
+
+        Returns:
+            The value of one of them, and the leaves that forward did not see.
+
+        """
         call, chunk = self._call, self._chunk
         check_unchanged(self._watched, call.replay.replayed)
         given = call.apart().given(chunk)
@@ -155,13 +183,15 @@ class _Frame:
             return value
 
         differs = call.replay.differs()
+        first = next_number()
         with (
             torch.enable_grad(),
             call.replay.again(call.replay.records[chunk], differs=differs),
             saved_tensors_hooks(keep, _same),
         ):
             tree, results = call.chunks.run(*call.chunks.plan.bounds(chunk), given)
-        call.results.check_again(tree, results, chunk)
+        results = call.results.check_again(tree, results, chunk)
+        unknown = self._check_graph(borders(requiring(results), given, first))
         if count != len(self._handles):
             raise call.results.differs(
                 chunk,
@@ -180,7 +210,19 @@ class _Frame:
                 )
             if index != wanted:
                 handle.value = value
-        return values[wanted]
+        return values[wanted], unknown
+
+    def _check_graph(self, found: Borders | None) -> list[weakref.ref[Tensor]]:
+        """Check where the graph of a recompute ends, and return its unknown leaves."""
+        if found is None:
+            return []
+        unknown = [
+            weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in self._leaves
+        ]
+        lost = len(self._leaves) - (len(found.leaves) - len(unknown))
+        if (found.given, found.older, len(unknown)) != (self._given, self._older, lost):
+            raise self._call.results.differs(self._chunk, OTHER_GRAPH)
+        return unknown
 
 
 def _unpack(handle: _Handle) -> Tensor:

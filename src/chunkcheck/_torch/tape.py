@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -21,7 +21,13 @@ from chunkcheck._torch.results import Results
 from chunkcheck._torch.tensors import is_tensor
 from chunkcheck._tree import Tree
 
-NEW_CAPTURE = "used a tensor that requires a gradient and that forward did not use"
+OTHER_GRAPH = (
+    "used other tensors that require a gradient than forward: a parameter that was"
+    " replaced, or another one of several experts"
+)
+# Which leaves of the result require a gradient, and the graph's borders: which tensors
+# that it was given a chunk used, and the ids of the captured leaves.
+Trace: TypeAlias = tuple[list[bool], set[int], set[int]]
 
 # From here on a gradient is added to its sum as soon as it is there, so that no two of
 # one chunk are held at once. It takes a hook, and longer if the gradient is small.
@@ -64,15 +70,13 @@ class Tape:
     replay: Replay
     used: set[int] = field(default_factory=set)  # which of the tensors
     captures: dict[int, Tensor] = field(default_factory=dict)  # by id
-    # By chunk, how many nodes it made and which result leaves require a gradient.
-    shapes: list[tuple[int, list[bool]]] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)  # by chunk
     # By chunk, the tensors and the result of those whose graph is kept.
     kept: dict[int, tuple[list[Tensor], list[object]]] = field(default_factory=dict)
-    large: bool = False  # whether any sum is
 
     def recompute(
         self, chunk: int, given: Sequence[Tensor], *, differs: bool
-    ) -> tuple[list[object], Borders | None]:
+    ) -> tuple[list[object], Borders]:
         """Run a chunk again.
 
         Args:
@@ -81,7 +85,7 @@ class Tape:
             differs: See `Replay.again`.
 
         Returns:
-            The leaves of its result, and its graph, if that had to be looked at.
+            The leaves of its result, and its graph.
 
         Raises:
             RuntimeError: It did not do what it did in forward.
@@ -91,24 +95,20 @@ class Tape:
         bounds = self.chunks.plan.bounds(chunk)
         with self.replay.again(self.replay.records[chunk], differs=differs):
             tree, values = self.chunks.run(*bounds, given)
-        made, requires = self.shapes[chunk]
-        same = nodes_since(first) == made
         values = self.results.check_again(tree, values, chunk)
-        if requires != [is_tensor(v) and v.requires_grad for v in values]:
-            how = "gave results of which others require a gradient"
-            raise self.results.differs(chunk, how)
-        if same and not self.large:
-            return values, None
         found = borders(requiring(values), given, first)
-        if found is None:
-            raise self.results.differs(chunk, NEW_CAPTURE)
+        assert found is not None
+        if self.traces[chunk] != self.trace(values, found) or found.older:
+            raise self.results.differs(chunk, OTHER_GRAPH)
         return values, found
 
-
-def nodes_since(first: int | None) -> int:
-    """Return how many nodes this thread made since `next_number` returned `first`."""
-    last = next_number()
-    return -1 if first is None or last is None else last - first
+    def trace(self, values: Sequence[object], found: Borders) -> Trace:
+        """Return what forward and recompute must have in common."""
+        return (
+            [is_tensor(v) and v.requires_grad for v in values],
+            found.given,
+            {id(leaf) for leaf in found.leaves if id(leaf) in self.captures},
+        )
 
 
 def requiring(values: Sequence[object]) -> list[Tensor]:
