@@ -54,8 +54,9 @@ class Plan:
         """Whether there are several chunks, all with the same number of rows."""
         return self.size < self.rows and self.rows % self.size == 0
 
-    def describe(self, start: int, stop: int) -> str:
+    def describe(self, chunk: int) -> str:
         """Return the name of one chunk."""
+        start, stop = self.bounds(chunk)
         return f"rows {start}:{stop} of {self.rows}"
 
 
@@ -158,7 +159,7 @@ def _batch_dim(leaf: Leaf) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """How one result leaf is put together: along a dim, summed, or the first chunk's."""
+    """How one result leaf is put together: joined, summed, or the first chunk's."""
 
     path: str
     dim: int | None

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from chunkcheck._torch.captures import alive
-from chunkcheck._torch.compat import LEAF_NUMBER, gradients, number
+from chunkcheck._torch.compat import (
+    LEAF_NUMBER,
+    gradients,
+    has_tensor_hooks,
+    hooks_muted,
+    number,
+)
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
 from chunkcheck._torch.tape import LARGE, OTHER_GRAPH, Tape
@@ -67,15 +74,17 @@ class Backward:
 
     def gradients(self) -> dict[int, Tensor | None]:
         """Return the gradients of what is wanted."""
-        # The last first: its graph may have been kept, and then it goes.
-        for chunk in reversed(range(len(self._tape.chunks.plan))):
-            for leaf in alive(self._run(chunk)):
-                if id(leaf) not in self._tape.captures:
-                    raise self._tape.results.differs(chunk, OTHER_GRAPH)
+        hooked = any(map(has_tensor_hooks, self._captures))  # since forward
+        with hooks_muted(self._captures) if hooked else nullcontext():
+            # The last first: its graph may have been kept, and then it goes.
+            for chunk in reversed(range(len(self._tape.chunks.plan))):
+                for leaf in alive(self._run(chunk)):
+                    if id(leaf) not in self._tape.captures:
+                        raise self._tape.results.differs(chunk, OTHER_GRAPH)
         return {i: total.total() for i, total in self._totals.items()}
 
     def _run(self, chunk: int) -> list[weakref.ref[Tensor]]:
-        """Add the gradients of one chunk, and return the leaves that it did not know."""
+        """Add the gradients of one chunk, and return the leaves that are unknown."""
         tape = self._tape
         found = None
         if chunk in tape.kept:

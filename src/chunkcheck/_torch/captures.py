@@ -1,4 +1,4 @@
-"""Captures: what `f` uses besides its arguments, found by looking into `f` or its graph.
+"""Captures: what `f` uses besides its arguments, found in `f` or in its graph.
 
 Knows Python objects and graph nodes. Knows nothing of chunks, nor what becomes of a
 capture.
@@ -12,8 +12,10 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,7 +35,6 @@ _log = logging.getLogger(__name__)
 # Looking further would cost more than a chunk, and what is so far away is rarely used.
 _MOST_OBJECTS = 4096
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype)
-_CONTAINERS = (list, tuple, set, frozenset, deque)
 _MODULE_FIELDS = frozenset(vars(nn.Module()))  # all of them hold no capture of `f`'s,
 _MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")  # but for these
 
@@ -57,28 +58,46 @@ def reach(f: Callable[..., Any], *others: object) -> Reached:
     found = Reached()
     queue: deque[object] = deque((f, *others))
     seen: set[int] = set()
+    left = _MOST_OBJECTS
     while queue:
         value = queue.popleft()
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
-        if len(seen) == _MOST_OBJECTS:
-            _log.debug("looked at %d objects that f reaches, and no further", len(seen))
-            break
         seen.add(id(value))
         match value:
             case Tensor():
                 found.tensors.append(value)
+                continue
             case torch.Generator():
                 found.generators.append(value)
+                continue
             case nn.Module():
                 found.modules.append(value)
-                queue.extend(_in_module(value))
+                inner: Iterable[object] = _in_module(value)
             case _:
-                queue.extend(_in_object(value))
+                inner = _in_object(value)
+        before = len(queue)
+        queue.extend(islice(inner, left))
+        left -= len(queue) - before
+        if left == 0:
+            _log.debug(
+                "looked at %d objects that f reaches, and no further", _MOST_OBJECTS
+            )
+            left = -1
+            break
+    for value in queue if left < 0 else ():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            found.tensors.append(value)
     return found
 
 
 def _in_module(module: nn.Module) -> Iterator[object]:
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+        yield from module.children()
+        return
     fields = vars(module)
     for name in _MODULE_MEMBERS:
         yield from fields.get(name, {}).values()
@@ -93,27 +112,25 @@ def _in_object(value: object) -> Iterable[object]:
         case types.FunctionType():
             return () if _is_library(value.__module__) else _in_function(value)
         case types.MethodType():
-            called = value.__func__.__name__
-            return (
-                value.__self__,
-                value.__func__,
-                *_methods(type(value.__self__), called),
-            )
+            kind, name = type(value.__self__), value.__func__.__name__
+            return (value.__self__, value.__func__, *_methods(kind, name))
         case partial():
             return (value.func, *value.args, *value.keywords.values())
         case dict():
-            return _first(value.values())
+            return value.values()
         case list() | tuple() | set() | frozenset() | deque():
-            return _first(value)
+            return value
         case types.ModuleType():
             return ()
-    fields = list(getattr(value, "__dict__", {}).values())
+    # Past any `__getattr__` and property, which are the user's.
+    fields: list[object] = []
+    with suppress(AttributeError):
+        fields += object.__getattribute__(value, "__dict__").values()
     for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            member = kind.__dict__.get(name)
-            if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
-                fields.append(member.__get__(value))
+        for member in vars(kind).values():
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # a slot that is empty
+                    fields.append(member.__get__(value))
     return [*fields, *_methods(type(value), "__call__")]
 
 
@@ -136,11 +153,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def _first(values: Iterable[object]) -> Iterator[object]:
-    # Most items of a very long container are numbers or of no concern.
-    return (value for value, _ in zip(values, range(_MOST_OBJECTS), strict=False))
 
 
 def _in_function(function: types.FunctionType) -> Iterator[object]:
@@ -269,6 +281,7 @@ def check_unchanged(tensors: Observed, replayed: Container[int]) -> None:
         if id(tensor) not in replayed:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that f captures has been"
-                " modified by an inplace operation between forward and backward, which"
-                " would make gradients wrong: change it after backward, or give f a copy"
+                " modified by an inplace operation between forward and backward, so"
+                " that gradients would be wrong: change it after backward, or give f a"
+                " copy"
             )

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from chunkcheck._strategies import NoCheckpoint, NonReentrant, Reentrant, Strategy
+from chunkcheck._strategies import (
+    Fused,
+    NoCheckpoint,
+    NonReentrant,
+    Reentrant,
+    Strategy,
+)
 from chunkcheck._torch.compat import transforms_active
 from chunkcheck._torch.tensors import detached
 from chunkcheck._typing import ChunkStrategy, FlatFunction
@@ -42,6 +48,8 @@ def executor(strategy: Strategy) -> ChunkStrategy:
         case Reentrant():
             _refuse_process_group()
             return functools.partial(_reentrant, strategy)
+        case Fused():
+            raise TypeError("an engine runs all chunks, not one")
         case _:
             return strategy
 

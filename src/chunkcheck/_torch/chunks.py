@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from chunkcheck._arguments import Call
@@ -71,15 +70,12 @@ class Chunks:
         """Return the tensors among the leaves of the call."""
         return [leaf for i in self._positions if is_tensor(leaf := leaves[i])]
 
-    def run(
-        self, start: int, stop: int, tensors: Sequence[Tensor]
-    ) -> tuple[Tree, list[object]]:
+    def run(self, chunk: int, tensors: Sequence[Tensor]) -> tuple[Tree, list[object]]:
         """Run `f` on the tensors of one chunk, and return its result taken apart.
 
         Args:
-            start: The first row of the chunk.
-            stop: The row after its last.
-            tensors: Those of the chunk.
+            chunk: The chunk.
+            tensors: Its tensors.
 
         Raises:
             RuntimeError: `f` wrote into one of them.
@@ -92,14 +88,14 @@ class Chunks:
         try:
             result = self._invoke(leaves)
         except Exception as error:
-            self._annotate(error, start, stop, tensors)
+            self._annotate(error, chunk, tensors)
             raise
         after = list(map(version, tensors))
         if after != versions:
             index = next(i for i, v in enumerate(after) if v != versions[i])
             raise RuntimeError(
                 f"f wrote into {self.path(index)} while running"
-                f" {self.plan.describe(start, stop)}, but a chunk is a view of the"
+                f" {self.plan.describe(chunk)}, but a chunk is a view of the"
                 " caller's tensor: clone it before changing it"
             )
         values, tree = flatten(result)
@@ -123,10 +119,10 @@ class Chunks:
         return self._call.paths[self._positions[index]]
 
     def _annotate(
-        self, error: Exception, start: int, stop: int, tensors: Sequence[Tensor]
+        self, error: Exception, chunk: int, tensors: Sequence[Tensor]
     ) -> None:
         """Say which rows `f` had, and what was cut to them."""
-        error.add_note(f"while running {self.plan.describe(start, stop)}")
+        error.add_note(f"while running {self.plan.describe(chunk)}")
         if len(tensors) > 1:
             seen = [
                 f"{self.path(index)} {tuple(tensor.shape)}"

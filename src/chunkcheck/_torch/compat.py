@@ -38,6 +38,7 @@ _graph_task = _private("_C._current_graph_task_id", threading.get_ident)
 _current_node = _private("_C._current_autograd_node", lambda: None)
 _will_run = _private("_C._will_engine_execute_node", lambda _: True)
 _run_backward = _private("autograd.Variable._execution_engine.run_backward", None)
+_is_batched = _private("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _function_modes = _private("overrides._get_current_function_mode_stack", list)
 _pop_mode = _private("overrides._pop_mode", None)
 _push_mode = _private("overrides._push_mode", None)
@@ -134,6 +135,35 @@ def gradients(
     return found
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether `torch.autograd.grad(is_grads_batched=True)` wrapped `tensor`.
+
+    That is vmap, but not a transform that `transforms_active` sees. It cannot be
+    written into a tensor that is not wrapped, which torch says if we do not.
+    """
+    return bool(_is_batched(tensor))
+
+
+_MUTING = threading.RLock()
+
+
+@contextmanager
+def hooks_muted(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the hooks of tensors from seeing the gradients of single chunks.
+
+    torch runs the hooks of a tensor whenever its gradient is asked for.
+    """
+    with _MUTING:  # so that no two take them away, and one gives back none
+        hooks = [(t, t._backward_hooks) for t in tensors if has_tensor_hooks(t)]  # noqa: SLF001
+        for tensor, _ in hooks:
+            tensor._backward_hooks = None  # noqa: SLF001
+        try:
+            yield
+        finally:
+            for tensor, own in hooks:
+                tensor._backward_hooks = own  # noqa: SLF001
+
+
 def has_hooks(node: Node) -> bool:
     """Whether saved-tensor hooks took the first tensor that `node` saved.
 
@@ -211,6 +241,9 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers of one module, to be changed in place.
 
-    `register_buffer` cannot take the place of one that is there.
+    `register_buffer` cannot take the place of one that is there. Those of a scripted
+    module cannot be replaced: they come in a dict of their own.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return dict(module.named_buffers(recurse=False))
     return module._buffers  # noqa: SLF001

@@ -94,8 +94,8 @@ class _Gather:
         # A hook on the node rather than the tensor: `f` may hang its own on that.
         aliases = [part.view_as(part) for part in parts]
         for chunk, part in enumerate(aliases):
-            assert part.grad_fn is not None
-            part.grad_fn.register_prehook(partial(self._take, chunk))
+            if part.grad_fn is not None:
+                part.grad_fn.register_prehook(partial(self._take, chunk))
         return aliases
 
     def _take(
@@ -111,7 +111,9 @@ class _Gather:
 
     def total(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Return the whole gradient, of what has been taken and what has not."""
-        total, taken = self._running.pop(graph_task(), None) or (self._new(), set())
+        task = graph_task()
+        total, taken = self._running.get(task) or (self._new(), set())
+        self._running.pop(task, None)
         for chunk, gradient in enumerate(gradients):
             if gradient is not None and chunk not in taken:
                 total.add(chunk, gradient)
@@ -134,7 +136,8 @@ class _Parts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if dim is None:
             return tuple(tensor.view_as(tensor) for _ in range(count))
-        return tensor.split(size, dim)
+        pieces: tuple[Tensor, ...] = tensor.split(size, dim)
+        return pieces
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ from chunkcheck._strategies import Fused
 from chunkcheck._torch.captures import Reached, reach
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import has_tensor_hooks
-from chunkcheck._torch.one_node import OneNode, Unsuited
+from chunkcheck._torch.one_node import OneNode, UnsuitedError
 from chunkcheck._torch.own_graph import OwnGraph
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
@@ -35,7 +35,7 @@ def run_fused(
         results = Results(chunks.plan, out_dim, options.determinism_check)
         try:
             return OneNode(options, chunks, tensors, results, replay).run(tensors)
-        except Unsuited as error:
+        except UnsuitedError as error:
             reason = str(error)
             replay.rewind()
     _log.info("each chunk keeps its own graph, since %s", reason)

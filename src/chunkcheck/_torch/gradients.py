@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from chunkcheck._torch.compat import is_batched
 from chunkcheck._torch.tensors import is_plain
 
 
@@ -44,26 +45,23 @@ class Rows:
 
     def add(self, chunk: int, gradient: Tensor) -> None:
         """Take the gradient of one chunk."""
-        if gradient.requires_grad or not is_plain(gradient):
-            self._parts[chunk] = gradient
-            return
-        if self._whole is None:
+        if self._whole is None and not _apart(gradient):
             # Made from a gradient, which vmap may have wrapped.
             self._whole = gradient.new_empty_strided(self._shape, self._strides)
             self._places = self._whole.split(self._size, self._dim)
             self._missing = set(range(len(self._places)))
-        self._places[chunk].copy_(gradient)
-        self._missing.discard(chunk)
+        if self._whole is None or not _fits(self._whole, gradient):
+            self._parts[chunk] = gradient
+        else:
+            self._places[chunk].copy_(gradient)
+            self._missing.discard(chunk)
 
     def total(self) -> Tensor | None:
         """Return the whole; what no chunk gave is zero."""
-        if self._whole is None:
-            return self._joined() if self._parts else None
+        if self._parts:
+            return self._joined()
         for chunk in self._missing:
-            if chunk in self._parts:
-                self._places[chunk].copy_(self._parts[chunk])
-            else:
-                self._places[chunk].zero_()
+            self._places[chunk].zero_()
         return self._whole
 
     def _joined(self) -> Tensor:
@@ -72,6 +70,8 @@ class Rows:
         parts = []
         for chunk, start in enumerate(range(0, rows, self._size)):
             part = self._parts.get(chunk)
+            if part is None and self._whole is not None and chunk not in self._missing:
+                part = self._places[chunk]
             if part is None:
                 shape = list(self._shape)
                 shape[self._dim] = min(self._size, rows - start)
@@ -92,34 +92,45 @@ class Sum:
         self._dtype = dtype
         self._total: Tensor | None = None
         self._result_dtype: torch.dtype | None = None
-        self._in_place = False
 
     def add(self, _chunk: int, gradient: Tensor) -> None:
         """Add the gradient of one chunk."""
         total = self._total
         if total is None:
             self._result_dtype = gradient.dtype
-            self._in_place = is_plain(gradient) and not gradient.requires_grad
             # A copy, for it may be a view of what is not ours.
             wide = self._dtype or gradient.dtype
-            self._total = gradient.to(wide, copy=self._in_place)
-        elif (
-            self._in_place
-            and gradient.layout is torch.strided
-            and not gradient.requires_grad
-        ):
+            self._total = gradient.to(wide, copy=not _apart(gradient))
+        elif _fits(total, gradient):
             total.add_(gradient)
         else:
             # The sum of a sparse tensor and a dense one is defined in one order only.
             sparse_first = not is_plain(total) and is_plain(gradient)
             self._total = gradient + total if sparse_first else total + gradient
-            self._in_place = False
 
     def total(self) -> Tensor | None:
         """Return the sum in the dtype of the gradients."""
         if self._total is None or self._result_dtype is None:
             return None
         return self._total.to(self._result_dtype)
+
+
+def _apart(gradient: Tensor) -> bool:
+    """Whether a gradient must not be written into what holds the others."""
+    return gradient.requires_grad or not is_plain(gradient)
+
+
+def _fits(whole: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient may be written into `whole`."""
+    return not (
+        gradient.requires_grad
+        or whole.requires_grad
+        or gradient.layout is not torch.strided
+        or whole.layout is not torch.strided
+        or is_batched(whole) != is_batched(gradient)
+        or not is_plain(gradient)
+        or not is_plain(whole)
+    )
 
 
 def sum_dtype(asked: object, gradient: torch.dtype) -> torch.dtype | None:

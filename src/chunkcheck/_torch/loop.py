@@ -67,7 +67,6 @@ class _Chunk:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run `f` and return the tensor leaves of its result."""
         chunks, cut = self._chunks, len(self._chunks.dims)
-        start, stop = chunks.plan.bounds(self._index)
         if len(tensors) != chunks.count:
             raise TypeError(
                 f"the strategy called f with {len(tensors)} tensors instead of the"
@@ -76,13 +75,13 @@ class _Chunk:
         # Forward and recompute get the same tensors: a hook that `f` registers on one
         # in both would act twice.
         given = [*chunks.as_contiguous(tensors[:cut]), *tensors[cut:]]
-        tree, values = chunks.run(start, stop, list(map(alias, given)))
+        tree, values = chunks.run(self._index, list(map(alias, given)))
         if self._tree is not None:  # a recompute, which must give what forward gave
             try:
                 values = align(self._tree, tree, values, "result")
             except ValueError as error:
                 raise RuntimeError(
-                    f"the recompute of {chunks.plan.describe(start, stop)} gave another"
+                    f"the recompute of {chunks.plan.describe(self._index)} gave another"
                     f" result: {error}; f must do the same in forward and in recompute"
                 ) from None
         else:

@@ -28,6 +28,7 @@ from chunkcheck._torch.captures import (
 from chunkcheck._torch.compat import (
     graph_task,
     has_tensor_hooks,
+    hooks_muted,
     next_number,
     version,
     will_run,
@@ -41,7 +42,7 @@ from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
 
-class Unsuited(Exception):
+class UnsuitedError(Exception):
     """`f` captures what this engine cannot treat exactly; says what."""
 
 
@@ -54,6 +55,7 @@ class OneNode:
         tensors: Its tensors, in the order of `chunks`.
         results: Where the results are put.
         replay: What recompute sees again.
+        derived: Whether this is the derivative of a call that has been checked.
 
     """
 
@@ -64,8 +66,11 @@ class OneNode:
         tensors: Sequence[Tensor],
         results: Results,
         replay: Replay,
+        *,
+        derived: bool = False,
     ) -> None:
         self._tape = Tape(options, chunks, results, replay)
+        self._derived = derived
         self._saved = Saved(tensors)
         self._watched: Observed = []  # must not change before backward
         self.mailbox: dict[int, OneNode] = {}  # by backward
@@ -74,9 +79,13 @@ class OneNode:
         """Return the result of all chunks.
 
         Raises:
-            Unsuited: Another engine must do it.
+            UnsuitedError: Another engine must do it.
 
         """
+        return self._tape.results.rebuilt(self.leaves(tensors))
+
+    def leaves(self, tensors: Sequence[Tensor]) -> list[object]:
+        """Return the leaves of that result."""
         tape = self._tape
         cut = Apart(tape.chunks, tensors)
         # Hooks around this call are for what it saves, not for what each chunk does.
@@ -84,8 +93,9 @@ class OneNode:
         with hooks if self._saved.outer_hooks else nullcontext():
             for chunk in range(len(tape.chunks.plan)):
                 self._note(chunk, *self._forward(chunk, cut.given(chunk)))
+        tape.replay.finish()
         leaves = tape.results.join(tensors)
-        return tape.results.rebuilt(self._connected(leaves, tensors))
+        return self._connected(leaves, tensors)
 
     def _forward(
         self, chunk: int, given: list[Tensor]
@@ -99,13 +109,13 @@ class OneNode:
         """
         tape, plan = self._tape, self._tape.chunks.plan
         first = next_number()
-        tree, values = tape.replay.run(tape.chunks.run, *plan.bounds(chunk), given)
+        tree, values = tape.replay.run(tape.chunks.run, chunk, given)
         values = tape.results.accept(tree, values, chunk)
         found = borders(requiring(values), given, first)
         if found is None or found.older:
-            raise Unsuited("f captures a tensor that was computed from others")
+            raise UnsuitedError("f captures a tensor that was computed from others")
         for leaf in found.leaves:
-            if id(leaf) not in tape.captures:
+            if id(leaf) not in tape.captures and not self._derived:
                 _check_suited(leaf)
         tape.results.put(values, chunk, connected=False)
         if chunk >= len(plan) - tape.options.keep_chunks:
@@ -125,7 +135,7 @@ class OneNode:
         leaves: Observed,
         constants: Observed,
     ) -> None:
-        """Take down what outlives the graph: the rest was not captured but made by f."""
+        """Take down what outlives the graph: the rest `f` did not capture but make."""
         tape = self._tape
         captured = set()
         for ref, before in leaves:
@@ -145,7 +155,7 @@ class OneNode:
     def _connected(
         self, leaves: list[object], tensors: Sequence[Tensor]
     ) -> list[object]:
-        """Return the leaves of the result, those that require a gradient in the graph."""
+        """Return the leaves of the result, in the graph if they require a gradient."""
         tape = self._tape
         columns = [
             column
@@ -183,7 +193,13 @@ class OneNode:
         check_unchanged(self._watched, tape.replay.replayed)
         count = tape.chunks.count  # the captures come after the tensors
         sources = [*sorted(tape.used), *range(count, count + len(tape.captures))]
-        which = [i for i, asked in zip(sources, wanted, strict=False) if asked]
+        leaves = list(tape.captures.values())
+        which = [
+            i
+            for i, asked in zip(sources, wanted, strict=False)
+            # One that is frozen by now gets none, as in torch's own graph.
+            if asked and (i < count or leaves[i - count].requires_grad)
+        ]
         if torch.is_grad_enabled():  # only under create_graph=True
             found = _Derivative(tape, given, which).gradients(tensors)
         else:
@@ -233,7 +249,7 @@ class _Derivative:
         return [*chunks.as_contiguous(pieces[:cut]), *pieces[cut:]]
 
     def gradients(self, tensors: Sequence[Tensor]) -> dict[int, Tensor | None]:
-        """Return the gradients of what is wanted, in the graph of all they depend on."""
+        """Return the gradients of what is wanted, in the graph of their sources."""
         cut = len(self._tape.chunks.dims)
         flat = [
             *tensors[:cut],
@@ -246,20 +262,18 @@ class _Derivative:
         )
         options = self._tape.options
         replay = Replay(Fused(preserve_rng_state=False), Reached(), ())
-        results = Results(self.plan, out_dim)
-        found = OneNode(options, self, flat, results, replay).run(flat)
-        assert isinstance(found, tuple)
+        asked = options.accumulate_dtype
+        results = Results(self.plan, out_dim, accumulate_dtype=asked)
+        node = OneNode(options, self, flat, results, replay, derived=True)
+        found = zip(self._wanted, node.leaves(flat), strict=True)
         return {
-            i: gradient if i in self._found else None
-            for i, gradient in zip(self._wanted, found, strict=True)
+            i: gradient if i in self._found and is_tensor(gradient) else None
+            for i, gradient in found
         }
 
-    def run(
-        self, start: int, stop: int, tensors: Sequence[Tensor]
-    ) -> tuple[Tree, list[object]]:
-        """Return the gradients that one chunk gives, zeros for those that it has not."""
+    def run(self, chunk: int, tensors: Sequence[Tensor]) -> tuple[Tree, list[object]]:
+        """Return the gradients that one chunk gives, zeros for those it has not."""
         tape = self._tape
-        chunk = start // self.plan.size
         cut, count = len(tape.chunks.dims), tape.chunks.count
         after = cut + len(self._cut)
         given = [*tensors[:cut], *tensors[after : after + count - cut]]
@@ -274,12 +288,14 @@ class _Derivative:
         ]
         sources = [*given, *tape.captures.values()]
         inputs = [sources[i] for i in self._wanted]
+        captures = list(tape.captures.values())
         found: Sequence[Tensor | None] = [None] * len(inputs)
         if ends:
             outputs, of_outputs = zip(*ends, strict=True)
-            found = torch.autograd.grad(
-                outputs, inputs, of_outputs, create_graph=True, allow_unused=True
-            )
+            with hooks_muted(captures):
+                found = torch.autograd.grad(
+                    outputs, inputs, of_outputs, create_graph=True, allow_unused=True
+                )
         gradients = []
         for i, source, gradient in zip(self._wanted, inputs, found, strict=True):
             if gradient is None:
@@ -350,8 +366,8 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _check_suited(leaf: Tensor) -> None:
     if not is_plain(leaf):
-        raise Unsuited(f"f captures a {type(leaf).__name__}")
+        raise UnsuitedError(f"f captures a {type(leaf).__name__}")
     if has_tensor_hooks(leaf):
-        raise Unsuited("f captures a tensor with hooks")
+        raise UnsuitedError("f captures a tensor with hooks")
     if leaf.numel() and not leaf.untyped_storage().size():
-        raise Unsuited("f captures a parameter that is there only while it runs")
+        raise UnsuitedError("f captures a parameter that is there only while it runs")

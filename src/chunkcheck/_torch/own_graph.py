@@ -8,6 +8,7 @@ captures need be known for a right gradient, since torch itself connects it.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -65,22 +66,38 @@ class OwnGraph:
         self._saved = Saved(tensors)
         self.first = next_number()  # older nodes are those of captured tensors
         self._apart: tuple[int, Apart] | None = None
+        # The frames that hold what has been recomputed: one, or one for each device,
+        # since the chunks of each follow one another.
+        devices = {t.device for t in tensors}
+        self._filled: deque[weakref.ref[_Frame]] = deque(maxlen=len(devices))
 
     def run(self, tensors: Sequence[Tensor]) -> object:
         """Return the result of all chunks."""
         plan, results = self.chunks.plan, self.results
         cut = InPlace(self.chunks, tensors, self.options.accumulate_dtype)
-        for chunk, (start, stop) in enumerate(plan):
+        for chunk in range(len(plan)):
             given = cut.given(chunk)
             frame = _Frame(self, chunk)
             keep = chunk >= len(plan) - self.options.keep_chunks
             first = next_number()
             with nullcontext() if keep else saved_tensors_hooks(frame.pack, _unpack):
-                tree, values = self.replay.run(self.chunks.run, start, stop, given)
+                tree, values = self.replay.run(self.chunks.run, chunk, given)
             values = results.accept(tree, values, chunk)
-            frame.note(borders(requiring(values), given, first))
+            frame.close(borders(requiring(values), given, first))
             results.put(values, chunk)
+        self.replay.finish()
         return results.rebuilt(results.join(tensors))
+
+    def fill(self, frame: _Frame) -> None:
+        """Note that a frame is to be filled, and empty the one whose turn is over.
+
+        That one's backward may not have needed all that its chunk had saved.
+        """
+        if len(self._filled) == self._filled.maxlen:
+            oldest = self._filled[0]()
+            if oldest is not None and oldest is not frame:
+                oldest.empty()
+        self._filled.append(weakref.ref(frame))
 
     def apart(self) -> Apart:
         """Return the tensors for recompute, unpacked once in each backward."""
@@ -93,21 +110,51 @@ class OwnGraph:
 class _Handle:
     """Stands in the graph for one tensor that a chunk saved."""
 
-    __slots__ = ("__weakref__", "dtype", "frame", "index", "shape", "value")
+    __slots__ = (
+        *("__weakref__", "dtype", "frame", "index"),
+        *("shape", "value", "version"),
+    )
 
     def __init__(self, frame: _Frame, index: int, tensor: Tensor) -> None:
         self.frame = frame
         self.index = index
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.value: Tensor | None = None  # recomputed and not yet used
+        self.value: Tensor | None = None  # not yet used
+        self.version: int | None = None  # of the value, when it was saved
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold the value."""
+        # Detached: a tensor that its own node saves would never be freed.
+        self.value, self.version = tensor.detach(), version(tensor)
+
+    def taken(self, *, leave: bool) -> Tensor | None:
+        """Return the value if it is there, and let go of it unless it is to be left.
+
+        Raises:
+            RuntimeError: `f` has written to it after it was saved.
+
+        """
+        value = self.value
+        if value is not None and version(value) != self.version:
+            raise RuntimeError(
+                f"{self}, which is needed for gradient computation, has been modified"
+                " by an inplace operation of f after it was saved for backward: f must"
+                " not change it in place"
+            )
+        if not leave:
+            self.value = None
+        return value
+
+    def __str__(self) -> str:
+        return f"a tensor of {self.dtype} and shape {tuple(self.shape)}"
 
 
 class _Frame:
     """What one chunk saved. Only handles hold it, and it holds none of them."""
 
     __slots__ = (
-        *("_call", "_chunk", "_given", "_handles"),
-        *("_leaves", "_older", "_recent", "_watched"),
+        *("__weakref__", "_call", "_chunk", "_given", "_handles"),
+        *("_leaves", "_older", "_open", "_recent", "_watched"),
     )
 
     def __init__(self, call: OwnGraph, chunk: int) -> None:
@@ -116,12 +163,20 @@ class _Frame:
         self._handles: list[weakref.ref[_Handle]] = []
         self._watched: Observed = []
         self._recent: tuple[int | None, dict[int, Tensor]] = None, {}
+        self._open = True  # the first run has not ended
         self._given: set[int] = set()  # which of the tensors the chunk used
         self._leaves: set[int] = set()  # the ids of those in its graph
         self._older: set[int] = set()  # the numbers of nodes that its graph ends in
 
-    def note(self, found: Borders | None) -> None:
-        """Take down where the graph of the chunk ends."""
+    @property
+    def count(self) -> int:
+        """The number of tensors that the chunk saved."""
+        return len(self._handles)
+
+    def close(self, found: Borders | None) -> None:
+        """End the first run: take down where its graph ends, and let go of values."""
+        self._open = False
+        self.empty()
         if found is not None:
             self._given, self._older = found.given, found.older
             self._leaves = {id(leaf) for leaf in found.leaves}
@@ -134,7 +189,16 @@ class _Frame:
             self._watched.append((weakref.ref(tensor), version(tensor)))
         handle = _Handle(self, len(self._handles), tensor)
         self._handles.append(weakref.ref(handle))
+        if self._open:  # until the run ends, since `f` may call autograd itself
+            handle.keep(tensor)
         return handle
+
+    def empty(self) -> None:
+        """Let go of all values."""
+        self._recent = None, {}
+        for ref in self._handles:
+            if (handle := ref()) is not None:
+                handle.value = None
 
     def unpack(self, handle: _Handle) -> Tensor:
         """Return the tensor of a handle, which then is the caller's to keep.
@@ -148,7 +212,7 @@ class _Frame:
         if asking is None or asking != self._recent[0]:
             self._recent = asking, {}
         recent = self._recent[1]
-        value, handle.value = handle.value, None
+        value = handle.taken(leave=self._open)
         if value is None:
             value = recent.get(handle.index)
         if value is None:
@@ -168,49 +232,44 @@ class _Frame:
         """
         call, chunk = self._call, self._chunk
         check_unchanged(self._watched, call.replay.replayed)
+        call.fill(self)
         given = call.apart().given(chunk)
-        values: dict[int, Tensor] = {}
-        count = 0
+        again = _Frame(call, chunk)  # whose handles say how much they have in common
+        values: dict[int, _Handle] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
-            nonlocal count
-            index, count = count, count + 1
-            # Detached: a tensor that its own node saves would never be freed.
-            value = tensor.detach()
-            handle = self._handles[index]() if index < len(self._handles) else None
-            if handle is not None:
-                values[index] = value
-            return value
+        def keep(tensor: Tensor) -> _Handle:
+            index = again.count
+            handle = again.pack(tensor)
+            if index < self.count and self._handles[index]() is not None:
+                values[index] = handle
+            return handle
 
         differs = call.replay.differs()
         first = next_number()
         with (
             torch.enable_grad(),
             call.replay.again(call.replay.records[chunk], differs=differs),
-            saved_tensors_hooks(keep, _same),
+            saved_tensors_hooks(keep, _unpack),
         ):
-            tree, results = call.chunks.run(*call.chunks.plan.bounds(chunk), given)
+            tree, results = call.chunks.run(chunk, given)
         results = call.results.check_again(tree, results, chunk)
         unknown = self._check_graph(borders(requiring(results), given, first))
-        if count != len(self._handles):
-            raise call.results.differs(
-                chunk,
-                f"saved {count} tensors for backward, forward {len(self._handles)}",
-            )
-        for index, value in values.items():
+        if again.count != self.count:
+            how = f"saved {again.count} tensors for backward, forward {self.count}"
+            raise call.results.differs(chunk, how)
+        for index, new in values.items():
             handle = self._handles[index]()
             if handle is None:
                 continue
-            if (handle.shape, handle.dtype) != (value.shape, value.dtype):
-                raise call.results.differs(
-                    chunk,
-                    f"saved a tensor of {value.dtype} and shape {tuple(value.shape)}"
-                    f" for backward, forward one of {handle.dtype} and shape"
-                    f" {tuple(handle.shape)}",
-                )
-            if index != wanted:
-                handle.value = value
-        return values[wanted], unknown
+            if (handle.shape, handle.dtype) != (new.shape, new.dtype):
+                how = f"saved {new} for backward, forward {handle}"
+                raise call.results.differs(chunk, how)
+            handle.value, handle.version = new.value, new.version
+        found = self._handles[wanted]()
+        value = None if found is None else found.taken(leave=False)
+        if value is None:
+            raise call.results.differs(chunk, "did not save what backward needs")
+        return value, unknown
 
     def _check_graph(self, found: Borders | None) -> list[weakref.ref[Tensor]]:
         """Check where the graph of a recompute ends, and return its unknown leaves."""
@@ -227,7 +286,3 @@ class _Frame:
 
 def _unpack(handle: _Handle) -> Tensor:
     return handle.frame.unpack(handle)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -79,7 +79,7 @@ def _set_numpy_state(state: tuple[Any, ...]) -> None:
 def _random_sources(
     options: Fused, reached: Reached, devices: set[torch.device]
 ) -> list[_Random]:
-    found = []
+    found: list[_Random] = []
     if options.preserve_rng_state:
         own = {id(g): g for g in (*options.generators, *reached.generators)}
         own[id(torch.default_generator)] = torch.default_generator
@@ -182,7 +182,7 @@ class Replay:
         self._training = [(module, module.training) for module in reached.modules]
         self._leaves = [(t, t.requires_grad) for t in reached.tensors if t.is_leaf]
         self._buffers = Buffers(reached.modules)
-        self._start: tuple[list[Any], list[Snapshot]] | None = None
+        self._first_states: list[Any] = []
         self._states: list[Any] = []  # after the last run
         self.records: list[Record] = []
 
@@ -210,7 +210,7 @@ class Replay:
         ]
         written = self._buffers.written(snapshots)
         if not self.records:
-            self._start = before, written
+            self._first_states = before
         if drawn or written or again is not None:
             self.records.append(Record(drawn, written, again))
         else:
@@ -224,13 +224,16 @@ class Replay:
 
     def rewind(self) -> None:
         """Set everything back to what it was before the first run."""
-        if self._start is not None:
-            states, snapshots = self._start
-            for source, state in zip(self._sources, states, strict=True):
+        if self.records:
+            for source, state in zip(self._sources, self._first_states, strict=True):
                 source.set(state)
-            for snapshot in snapshots:
-                snapshot.restore()
+            self._buffers.restore()
         self._states, self.records = [], []
+
+    def finish(self) -> None:
+        """Let go of what is only needed while there are first runs."""
+        self._states, self._first_states = [], []
+        self._buffers.finish()
 
     def differs(self) -> bool:
         """Whether any run would now see something else than all first runs saw."""
@@ -251,7 +254,7 @@ class Replay:
                 need not be asked again for each chunk.
 
         """
-        if record is _NOTHING and not differs:
+        if record is _NOTHING and not differs and not self._buffers.written_to:
             return _AS_IT_IS
         return self._again(record)
 
@@ -263,7 +266,7 @@ class Replay:
                 source.set(state)
             with ExitStack() as stack:
                 self._enter_common(stack)
-                for snapshot in record.buffers:
+                for snapshot in self._buffers.of(record.buffers):
                     stack.enter_context(snapshot.seen_again())
                 if record.context is not None:
                     stack.enter_context(record.context)

@@ -16,6 +16,7 @@ from chunkcheck._leaves import classify
 from chunkcheck._plan import Join, Plan, check_rows, plan_results
 from chunkcheck._torch import tensors as library
 from chunkcheck._torch.compat import share_storage
+from chunkcheck._torch.gradients import Sum, sum_dtype
 from chunkcheck._torch.joined import Joined
 from chunkcheck._torch.tensors import is_tensor
 from chunkcheck._tree import LEAF, Tree, align, broadcast, equal, unflatten
@@ -40,6 +41,7 @@ class Column:
     first: object  # the first chunk's, but for tensors their kind
     value: object = None  # under out_dim None: the first chunk's
     parts: Joined | None = None
+    sum: Sum | None = None
 
 
 class Results:
@@ -50,10 +52,12 @@ class Results:
         plan: Plan,
         out_dim: object,
         determinism_check: Literal["default", "values", "none"] = "default",
+        accumulate_dtype: object = "auto",
     ) -> None:
         self._plan = plan
         self._out_dim = out_dim
         self._check = determinism_check
+        self._sum_dtype = accumulate_dtype
         self._copies: list[object] = []
         self._tree = LEAF
         self._first = ""  # the name of the first chunk, once there is one
@@ -68,7 +72,7 @@ class Results:
         """
         if not self._first:
             start, stop = self._plan.bounds(chunk)
-            self._tree, self._first = tree, self._plan.describe(start, stop)
+            self._tree, self._first = tree, self._name(chunk)
             joins = self._plan_joins(tree, values, stop - start)
             self.columns = [
                 Column(join, _kind(value))
@@ -98,12 +102,14 @@ class Results:
                 if column.parts is None:
                     column.parts = Joined(value, join.dim, self._plan)
                 column.parts.add(value, chunk, connected=connected)
-            elif is_tensor(value) and (join.sums or chunk == 0):
-                value = value if connected else value.detach()
-                before = column.value
-                column.value = before + value if is_tensor(before) else value
+            elif is_tensor(value) and join.sums:
+                if column.sum is None:
+                    column.sum = Sum(sum_dtype(self._sum_dtype, value.dtype))
+                column.sum.add(chunk, value if connected else value.detach())
             elif chunk == 0:
-                column.value = value
+                column.value = (
+                    value.detach() if is_tensor(value) and not connected else value
+                )
 
     def checked(self, tree: Tree, values: list[object], chunk: int) -> list[object]:
         """Return the leaves of a chunk's result in the order of the first chunk's.
@@ -126,6 +132,7 @@ class Results:
             if not (  # most chunks are like the first one, which has been checked
                 full
                 and isinstance(first, _Kind)
+                and is_tensor(value)
                 and type(value) is first.type
                 and value.dtype is first.dtype
                 and value.shape == first.shape
@@ -141,6 +148,8 @@ class Results:
             parts, column.parts = column.parts, None
             if parts is not None:
                 value = parts.tensor()
+            elif column.sum is not None:
+                value, column.sum = column.sum.total(), None
             elif is_tensor(value) and any(share_storage(value, a) for a in arguments):
                 value = value.clone()
             leaves.append(value)
@@ -154,7 +163,8 @@ class Results:
         """Return what each chunk gets of the gradient of one leaf of the whole."""
         join = self.columns[column].join
         if join.dim is not None:
-            return gradient.split(self._plan.size, join.dim)
+            parts: Sequence[Tensor] = gradient.split(self._plan.size, join.dim)
+            return parts
         return [gradient] * (1 if self.only_first(column) else len(self._plan))
 
     def only_first(self, column: int) -> bool:
@@ -205,7 +215,7 @@ class Results:
         )
 
     def _name(self, chunk: int) -> str:
-        return self._plan.describe(*self._plan.bounds(chunk))
+        return self._plan.describe(chunk)
 
     def _plan_joins(
         self, tree: Tree, values: list[object], rows: int

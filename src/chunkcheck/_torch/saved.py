@@ -30,8 +30,8 @@ class Saved:
         self._holder: Tensor = _Hold.apply(  # type: ignore[no-untyped-call]
             anchor, *(t for t in tensors if not t.is_inference())
         )
-        assert self._holder.grad_fn is not None
-        self.outer_hooks = has_hooks(self._holder.grad_fn)
+        node = self._holder.grad_fn
+        self.outer_hooks = node is not None and has_hooks(node)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors.

@@ -11,8 +11,6 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from chunkcheck._torch.compat import transforms_active
-
 _FORMATS = (
     torch.contiguous_format,
     torch.channels_last,
@@ -82,7 +80,7 @@ def detached(tensors: tuple[Tensor, ...], which: list[bool]) -> tuple[Tensor, ..
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is dense and has no behaviour of its own: it may be written to."""
+    """Whether `tensor` is dense and of no subclass, so that it may be written to."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
