@@ -82,7 +82,7 @@ def types(session: nox.Session, checker: str) -> None:
     if checker == "mypy":
         install(session, "types")
         session.install("--force-reinstall", "--no-deps", "./stubs")
-        session.run("mypy", "src", "tests", "examples", "noxfile.py")
+        session.run("mypy", "src", "tests", "examples", "benchmarks", "noxfile.py")
     else:
         install(session, "basedpyright", "mypy")
         session.run("basedpyright", "tests/typing")
@@ -138,6 +138,28 @@ def demo(session: nox.Session) -> None:
     """Train a small classifier plainly, checkpointed and chunked, and compare."""
     install(session, "demo")
     session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure memory and time beside the alternatives; see docs/benchmarks.md."""
+    install(session, "bench")
+    # The alternatives need not be here: the output says of each that is not why.
+    anyhow = range(256)
+    for requirement in groups("alternatives"):
+        session.install(requirement, success_codes=anyhow)
+    session.install("pip")  # which can download: uv's environments come without
+    folder = Path(session.create_tmp()) / "released"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run(
+        *("python", "-m", "pip", "download", "--no-deps", "--dest", str(folder)),
+        *groups("released"),
+        success_codes=anyhow,
+    )
+    for wheel in folder.glob("*.whl"):  # beside the library: not installed over it
+        shutil.unpack_archive(wheel, folder, "zip")
+    released = f"--release={folder / 'chunkcheck' / 'chunkcheck.py'}"
+    session.run("python", "-m", "benchmarks", released, *session.posargs)
 
 
 @nox.session(default=False)

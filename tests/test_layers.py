@@ -124,10 +124,12 @@ def test_private_names_of_torch_stay_in_their_place(module: str) -> None:
     private = [
         ast.unparse(node)
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and ast.unparse(node).startswith(("torch.", "forward_ad.", "module._"))
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and ast.unparse(node).startswith(("torch.", "forward_ad.", "module._"))
+        )
         or (isinstance(node, ast.Call) and ast.unparse(node.func) == "_private")
     ]
     assert bool(private) == (module in allowed)

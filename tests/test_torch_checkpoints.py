@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from chunkcheck import NonReentrant, Reentrant, chunk_and_checkpoint
+from chunkcheck import Fused, NonReentrant, Reentrant, chunk_and_checkpoint
 from chunkcheck._strategies import NoCheckpoint
 from chunkcheck._torch.checkpoints import executor, plain
 from reference import (
@@ -83,11 +83,12 @@ def test_f_may_return_no_tensor(strategy: Strategy) -> None:
     assert f.rows == [2, 2]
 
 
-@strategies()
+@strategies(without=["auto", "fused"])  # which do not run chunk by chunk
 def test_no_strategy_where_nothing_is_saved(strategy: Strategy) -> None:
     from chunkcheck._strategies import resolve_strategy
 
     resolved = resolve_strategy(strategy)
+    assert not isinstance(resolved, Fused)
     with torch.no_grad():
         assert executor(resolved) is plain
     seen: list[bool] = []

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from chunkcheck import chunk_and_checkpoint
 from chunkcheck._torch.tensors import as_contiguous, memory_format, new_like, stub
 from reference import assert_same_as_plain
 

@@ -24,7 +24,12 @@ class Buffers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._first = [Snapshot(module) for module in modules if buffers_of(module)]
+        # torch's own modules never get their first buffer in a run.
+        self._first = [
+            Snapshot(module)
+            for module in modules
+            if buffers_of(module) or not type(module).__module__.startswith("torch.nn.")
+        ]
         self._quiet = list(self._first)
         self._writers: list[Snapshot] = []  # what they held before the first run
 

@@ -246,8 +246,6 @@ def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
     was given is not among them.
     """
     own = {id(tensor) for tensor in given}
-    if next_number() is None:
-        return []
     found = {
         id(saved): (weakref.ref(saved), version(saved))
         for node in nodes
@@ -256,6 +254,19 @@ def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
         if id(saved) not in own
     }
     return list(found.values())
+
+
+def fingerprint(nodes: Iterable[Node]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of all that torch's own operators saved in a run.
+
+    Functions of others may save what they like: a compiled one differs from run to run.
+    """
+    return [
+        (saved.shape, saved.dtype)
+        for node in nodes
+        if number(node) != LEAF_NUMBER and not hasattr(node, "saved_tensors")
+        for saved in saved_by(node)
+    ]
 
 
 def alive(refs: Iterable[weakref.ref[Tensor]]) -> Iterator[Tensor]:

@@ -15,11 +15,9 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from chunkcheck._strategies import (
-    Fused,
     NoCheckpoint,
     NonReentrant,
     Reentrant,
-    Strategy,
 )
 from chunkcheck._torch.compat import transforms_active
 from chunkcheck._torch.tensors import detached
@@ -28,7 +26,9 @@ from chunkcheck._typing import ChunkStrategy, FlatFunction
 _HAS_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters  # 2.9 on
 
 
-def executor(strategy: Strategy) -> ChunkStrategy:
+def executor(
+    strategy: ChunkStrategy | NonReentrant | Reentrant | NoCheckpoint,
+) -> ChunkStrategy:
     """Return the callable that runs one chunk under `strategy`.
 
     Where nothing can be saved for backward, or a transform forbids the hooks that
@@ -48,8 +48,6 @@ def executor(strategy: Strategy) -> ChunkStrategy:
         case Reentrant():
             _refuse_process_group()
             return functools.partial(_reentrant, strategy)
-        case Fused():
-            raise TypeError("an engine runs all chunks, not one")
         case _:
             return strategy
 

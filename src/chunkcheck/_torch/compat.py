@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAF_NUMBER = 2**64 - 1  # the sequence number of every node that accumulates `.grad`
 
@@ -38,10 +39,15 @@ _graph_task = _private("_C._current_graph_task_id", threading.get_ident)
 _current_node = _private("_C._current_autograd_node", lambda: None)
 _will_run = _private("_C._will_engine_execute_node", lambda _: True)
 _run_backward = _private("autograd.Variable._execution_engine.run_backward", None)
-_is_batched = _private("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _function_modes = _private("overrides._get_current_function_mode_stack", list)
 _pop_mode = _private("overrides._pop_mode", None)
 _push_mode = _private("overrides._push_mode", None)
+_FakeTensor = _private("_subclasses.FakeTensor", ())
+_dispatch = "utils._python_dispatch."
+_dispatch_modes = _private(f"{_dispatch}_get_current_dispatch_mode_stack", list)
+_pop_dispatch_mode = _private(f"{_dispatch}_pop_mode", None)
+_push_dispatch_mode = _private(f"{_dispatch}_push_mode", None)
+_private_device = _private("_C._get_privateuse1_backend_name", lambda: "privateuseone")
 
 
 def transforms_active() -> bool:
@@ -135,15 +141,6 @@ def gradients(
     return found
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether `torch.autograd.grad(is_grads_batched=True)` wrapped `tensor`.
-
-    That is vmap, but not a transform that `transforms_active` sees. It cannot be
-    written into a tensor that is not wrapped, which torch says if we do not.
-    """
-    return bool(_is_batched(tensor))
-
-
 _MUTING = threading.RLock()
 
 
@@ -231,6 +228,47 @@ def _replace_modes(count: int, modes: Sequence[TorchFunctionMode]) -> None:
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the dispatch modes of this thread, the outermost first.
+
+    torch has no public way to ask for them. The fallback sees none.
+    """
+    found: list[TorchDispatchMode] = _dispatch_modes()
+    return found
+
+
+@contextmanager
+def in_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Run under these dispatch modes as well.
+
+    Entering a mode anew would call its `__enter__`, which may begin something new.
+    """
+    for mode in modes:
+        _push_dispatch_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_dispatch_mode()
+
+
+def private_device() -> str:
+    """Return the type of device that torch keeps for others, under its present name.
+
+    torch can be told the name, but not asked for it.
+    """
+    name: str = _private_device()
+    return name
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a compiler is only tracing with `tensor`, which has no values.
+
+    On torch 2.4 it does so with our saved-tensor hooks active.
+    """
+    return isinstance(tensor, _FakeTensor)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

@@ -53,7 +53,7 @@ class InPlace:
         self, chunks: Runnable, tensors: Sequence[Tensor], accumulate_dtype: object
     ) -> None:
         self._chunks = chunks
-        self._parts: list[Sequence[Tensor]] = []
+        self._parts: list[tuple[Sequence[Tensor], _Gather | None]] = []
         size, count = chunks.plan.size, len(chunks.plan)
         for index, tensor in enumerate(tensors):
             dim = chunks.dims[index] if index < len(chunks.dims) else None
@@ -64,15 +64,21 @@ class InPlace:
                 else:
                     strides = dense_strides(tensor)
                     gather = _Gather(partial(Rows, tensor.shape, strides, dim, size))
-                self._parts.append(gather.parts(tensor, dim, size, count))
+                parts = _Parts.apply(gather, tensor, dim, size, count)  # type: ignore[no-untyped-call]
+                self._parts.append((parts, gather))
             elif dim is None:
-                self._parts.append([alias(tensor) for _ in range(count)])
+                self._parts.append(([tensor] * count, None))
             else:
-                self._parts.append([alias(piece) for piece in tensor.split(size, dim)])
+                self._parts.append((tensor.split(size, dim), None))
 
     def given(self, chunk: int) -> list[Tensor]:
         """Return the tensors of one chunk."""
-        parts = [part[chunk] for part in self._parts]
+        # Made now, so that backward comes to its node before those of earlier chunks:
+        # else the gradients of all chunks would wait for it.
+        parts = [
+            alias(parts[chunk]) if gather is None else gather.alias(parts[chunk], chunk)
+            for parts, gather in self._parts
+        ]
         cut = len(self._chunks.dims)
         return [*self._chunks.as_contiguous(parts[:cut]), *parts[cut:]]
 
@@ -86,17 +92,13 @@ class _Gather:
         self._new = new
         self._running: dict[int, tuple[Gradient, set[int]]] = {}  # by backward
 
-    def parts(
-        self, tensor: Tensor, dim: int | None, size: int, count: int
-    ) -> list[Tensor]:
-        """Return what each chunk is given of `tensor`."""
-        parts: tuple[Tensor, ...] = _Parts.apply(self, tensor, dim, size, count)  # type: ignore[no-untyped-call]
+    def alias(self, part: Tensor, chunk: int) -> Tensor:
+        """Return what a chunk is given of a part of the tensor."""
+        given = part.view_as(part)
         # A hook on the node rather than the tensor: `f` may hang its own on that.
-        aliases = [part.view_as(part) for part in parts]
-        for chunk, part in enumerate(aliases):
-            if part.grad_fn is not None:
-                part.grad_fn.register_prehook(partial(self._take, chunk))
-        return aliases
+        if given.grad_fn is not None:
+            given.grad_fn.register_prehook(partial(self._take, chunk))
+        return given
 
     def _take(
         self, chunk: int, gradients: tuple[Tensor | None, ...]

@@ -30,15 +30,23 @@ def run_fused(
     """Return the result of all chunks, ready for backward."""
     reached = reach(chunks.f, *chunks.constants)
     replay = Replay(options, reached, tensors)
-    reason = why_not_one_node(reached, tensors)
+    reason, again = why_not_one_node(reached, tensors), 0
     if reason is None:
         results = Results(chunks.plan, out_dim, options.determinism_check)
         try:
             return OneNode(options, chunks, tensors, results, replay).run(tensors)
         except UnsuitedError as error:
             reason = str(error)
+            again = len(replay.records)
             replay.rewind()
     _log.info("each chunk keeps its own graph, since %s", reason)
+    if again:
+        _log.warning(
+            "f runs once more on the first %d chunks, since it showed only there that"
+            " %s: what f changes besides random states and buffers, it changes twice",
+            again,
+            reason,
+        )
     results = Results(chunks.plan, out_dim, options.determinism_check)
     return OwnGraph(options, chunks, tensors, results, replay).run(tensors)
 

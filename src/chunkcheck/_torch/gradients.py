@@ -7,12 +7,12 @@ the gradients of the chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from chunkcheck._torch.compat import is_batched
 from chunkcheck._torch.tensors import is_plain
 
 
@@ -45,16 +45,17 @@ class Rows:
 
     def add(self, chunk: int, gradient: Tensor) -> None:
         """Take the gradient of one chunk."""
-        if self._whole is None and not _apart(gradient):
+        if self._whole is None and _is_own(gradient):
             # Made from a gradient, which vmap may have wrapped.
             self._whole = gradient.new_empty_strided(self._shape, self._strides)
             self._places = self._whole.split(self._size, self._dim)
             self._missing = set(range(len(self._places)))
-        if self._whole is None or not _fits(self._whole, gradient):
-            self._parts[chunk] = gradient
-        else:
-            self._places[chunk].copy_(gradient)
-            self._missing.discard(chunk)
+        if self._whole is not None and not gradient.requires_grad:
+            with suppress(RuntimeError):  # sparse, or wrapped by vmap where it is not
+                self._places[chunk].copy_(gradient)
+                self._missing.discard(chunk)
+                return
+        self._parts[chunk] = gradient
 
     def total(self) -> Tensor | None:
         """Return the whole; what no chunk gave is zero."""
@@ -92,21 +93,26 @@ class Sum:
         self._dtype = dtype
         self._total: Tensor | None = None
         self._result_dtype: torch.dtype | None = None
+        self._in_place = False
 
     def add(self, _chunk: int, gradient: Tensor) -> None:
         """Add the gradient of one chunk."""
         total = self._total
         if total is None:
             self._result_dtype = gradient.dtype
+            self._in_place = _is_own(gradient)
             # A copy, for it may be a view of what is not ours.
             wide = self._dtype or gradient.dtype
-            self._total = gradient.to(wide, copy=not _apart(gradient))
-        elif _fits(total, gradient):
-            total.add_(gradient)
-        else:
-            # The sum of a sparse tensor and a dense one is defined in one order only.
-            sparse_first = not is_plain(total) and is_plain(gradient)
-            self._total = gradient + total if sparse_first else total + gradient
+            self._total = gradient.to(wide, copy=self._in_place)
+            return
+        if self._in_place and not gradient.requires_grad:
+            with suppress(RuntimeError):  # wrapped by vmap where the sum is not
+                total.add_(gradient)
+                return
+        # The sum of a sparse tensor and a dense one is defined in one order only.
+        sparse_first = not is_plain(total) and is_plain(gradient)
+        self._total = gradient + total if sparse_first else total + gradient
+        self._in_place = False
 
     def total(self) -> Tensor | None:
         """Return the sum in the dtype of the gradients."""
@@ -115,22 +121,9 @@ class Sum:
         return self._total.to(self._result_dtype)
 
 
-def _apart(gradient: Tensor) -> bool:
-    """Whether a gradient must not be written into what holds the others."""
-    return gradient.requires_grad or not is_plain(gradient)
-
-
-def _fits(whole: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient may be written into `whole`."""
-    return not (
-        gradient.requires_grad
-        or whole.requires_grad
-        or gradient.layout is not torch.strided
-        or whole.layout is not torch.strided
-        or is_batched(whole) != is_batched(gradient)
-        or not is_plain(gradient)
-        or not is_plain(whole)
-    )
+def _is_own(gradient: Tensor) -> bool:
+    """Whether the first gradient shows that they may be written into one tensor."""
+    return is_plain(gradient) and not gradient.requires_grad
 
 
 def sum_dtype(asked: object, gradient: torch.dtype) -> torch.dtype | None:

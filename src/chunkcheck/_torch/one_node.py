@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from chunkcheck._strategies import Fused
 from chunkcheck._torch.backward import Backward
@@ -23,6 +23,7 @@ from chunkcheck._torch.captures import (
     Reached,
     borders,
     check_unchanged,
+    fingerprint,
     observed,
 )
 from chunkcheck._torch.compat import (
@@ -37,7 +38,7 @@ from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
-from chunkcheck._torch.tape import Runnable, Tape, requiring
+from chunkcheck._torch.tape import LARGE, Runnable, Tape, nodes_since, requiring
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
@@ -94,6 +95,9 @@ class OneNode:
             for chunk in range(len(tape.chunks.plan)):
                 self._note(chunk, *self._forward(chunk, cut.given(chunk)))
         tape.replay.finish()
+        whole = [t for t in tensors[len(tape.chunks.dims) :] if t.requires_grad]
+        sums = [*whole, *tape.captures.values()]
+        tape.large = any(t.nbytes >= LARGE for t in sums)
         leaves = tape.results.join(tensors)
         return self._connected(leaves, tensors)
 
@@ -110,6 +114,7 @@ class OneNode:
         tape, plan = self._tape, self._tape.chunks.plan
         first = next_number()
         tree, values = tape.replay.run(tape.chunks.run, chunk, given)
+        tape.made.append(nodes_since(first))
         values = tape.results.accept(tree, values, chunk)
         found = borders(requiring(values), given, first)
         if found is None or found.older:
@@ -124,8 +129,12 @@ class OneNode:
             [is_tensor(v) and v.requires_grad for v in values],
             found.given,
             [(weakref.ref(leaf), version(leaf)) for leaf in found.leaves],
-            observed(found.nodes, given) if chunk == 0 else [],
+            self._first_saved(found.nodes, given) if chunk == 0 else [],
         )
+
+    def _first_saved(self, nodes: Sequence[Node], given: Sequence[Tensor]) -> Observed:
+        self._tape.fingerprint = fingerprint(nodes)
+        return observed(nodes, given)
 
     def _note(
         self,
@@ -140,16 +149,19 @@ class OneNode:
         captured = set()
         for ref, before in leaves:
             if (leaf := ref()) is not None:
-                captured.add(id(leaf))
                 if id(leaf) not in tape.captures:
                     tape.captures[id(leaf)] = leaf
                     self._watched.append((ref, before))
+                    if chunk in tape.kept:  # then the graph holds what `f` made as well
+                        tape.uncertain.add(id(leaf))
+                captured.add(id(leaf))
         self._watched += [pair for pair in constants if pair[0]() is not None]
-        trace = required, used, captured
+        trace = required, used, captured - tape.uncertain
         if chunk and tape.traces[-1] == trace:
             trace = tape.traces[-1]  # so that many chunks take no memory
         else:
             tape.used |= used
+            tape.alike = not chunk
         tape.traces.append(trace)
 
     def _connected(

@@ -28,6 +28,7 @@ from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import (
     current_node,
     graph_task,
+    is_fake,
     next_number,
     number,
     version,
@@ -181,8 +182,10 @@ class _Frame:
             self._given, self._older = found.given, found.older
             self._leaves = {id(leaf) for leaf in found.leaves}
 
-    def pack(self, tensor: Tensor) -> _Handle:
+    def pack(self, tensor: Tensor) -> _Handle | Tensor:
         """Keep a handle instead of `tensor`."""
+        if is_fake(tensor):
+            return tensor
         node, first = tensor.grad_fn, self._call.first
         if node is None or (first is not None and number(node) < first):
             # Perhaps captured: it is, if it outlives the chunk.
@@ -237,10 +240,11 @@ class _Frame:
         again = _Frame(call, chunk)  # whose handles say how much they have in common
         values: dict[int, _Handle] = {}
 
-        def keep(tensor: Tensor) -> _Handle:
+        def keep(tensor: Tensor) -> _Handle | Tensor:
             index = again.count
             handle = again.pack(tensor)
-            if index < self.count and self._handles[index]() is not None:
+            live = index < self.count and self._handles[index]() is not None
+            if live and isinstance(handle, _Handle):
                 values[index] = handle
             return handle
 
@@ -284,5 +288,5 @@ class _Frame:
         return unknown
 
 
-def _unpack(handle: _Handle) -> Tensor:
-    return handle.frame.unpack(handle)
+def _unpack(packed: _Handle | Tensor) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.frame.unpack(packed)

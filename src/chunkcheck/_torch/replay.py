@@ -24,11 +24,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkcheck._strategies import Fused
 from chunkcheck._torch.buffers import Buffers, Snapshot
 from chunkcheck._torch.captures import Reached
-from chunkcheck._torch.compat import function_modes, in_function_modes
+from chunkcheck._torch.compat import (
+    dispatch_modes,
+    function_modes,
+    in_dispatch_modes,
+    in_function_modes,
+    private_device,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -92,11 +99,15 @@ def _random_sources(
     return found
 
 
-@functools.cache
 def _autocast_types() -> tuple[str, ...]:
     """Return the device types that have an autocast on this torch."""
+    return _available_autocasts(private_device())
+
+
+@functools.cache
+def _available_autocasts(own: str) -> tuple[str, ...]:
     found = []
-    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla"):
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", own):
         with suppress(RuntimeError):  # what an older torch says of a type it lacks
             if torch.amp.is_autocast_available(kind):
                 found.append(kind)
@@ -111,6 +122,7 @@ class _Ambient:
     autocast_cache: bool
     default_dtype: torch.dtype
     function_modes: tuple[TorchFunctionMode, ...]
+    dispatch_modes: tuple[TorchDispatchMode, ...]
 
     @classmethod
     def now(cls) -> _Ambient:
@@ -124,27 +136,33 @@ class _Ambient:
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
             tuple(function_modes()),
+            tuple(dispatch_modes()),
         )
+
+    def set(self) -> None:
+        """Set what is a mere setting."""
+        # Not by `torch.autocast`, which not every device can be given to.
+        for kind, dtype in zip(_autocast_types(), self.autocast, strict=True):
+            torch.set_autocast_enabled(kind, dtype is not None)
+            if dtype is not None:
+                torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        torch.set_default_dtype(self.default_dtype)
 
     @contextmanager
     def instead_of(self, current: _Ambient) -> Iterator[None]:
         """Run in this one, where `current` is."""
         with ExitStack() as stack:
-            types = zip(_autocast_types(), self.autocast, current.autocast, strict=True)
-            for kind, dtype, other in types:
-                if dtype != other:
-                    cast = torch.autocast(
-                        kind,
-                        dtype=dtype,
-                        enabled=dtype is not None,
-                        cache_enabled=self.autocast_cache,
-                    )
-                    stack.enter_context(cast)
-            if self.default_dtype != current.default_dtype:
-                stack.callback(torch.set_default_dtype, current.default_dtype)
-                torch.set_default_dtype(self.default_dtype)
+            stack.callback(current.set)
+            self.set()
             if self.function_modes != current.function_modes:
                 stack.enter_context(in_function_modes(self.function_modes))
+            if missing := [
+                mode
+                for mode in self.dispatch_modes
+                if mode not in current.dispatch_modes
+            ]:
+                stack.enter_context(in_dispatch_modes(missing))
             yield
 
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from chunkcheck._plan import Plan
 from chunkcheck._strategies import Fused
-from chunkcheck._torch.captures import Borders, borders
+from chunkcheck._torch.captures import Borders, borders, fingerprint
 from chunkcheck._torch.compat import next_number
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
@@ -69,12 +70,19 @@ class Tape:
     used: set[int] = field(default_factory=set)  # which of the tensors
     captures: dict[int, Tensor] = field(default_factory=dict)  # by id
     traces: list[Trace] = field(default_factory=list)  # by chunk
+    made: list[int] = field(default_factory=list)  # by chunk, how many nodes
+    # The ids of leaves that a kept graph ends in: perhaps `f` made them.
+    uncertain: set[int] = field(default_factory=set)
+    large: bool = False  # whether any sum is
+    alike: bool = True  # whether all chunks use the same tensors
+    # What the first chunk saved: what differs in each recompute differs there.
+    fingerprint: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     # By chunk, the tensors and the result of those whose graph is kept.
     kept: dict[int, tuple[list[Tensor], list[object]]] = field(default_factory=dict)
 
     def recompute(
         self, chunk: int, given: Sequence[Tensor], *, differs: bool
-    ) -> tuple[list[object], Borders]:
+    ) -> tuple[list[object], Borders | None]:
         """Run a chunk again.
 
         Args:
@@ -83,7 +91,7 @@ class Tape:
             differs: See `Replay.again`.
 
         Returns:
-            The leaves of its result, and its graph.
+            The leaves of its result, and its graph, if that had to be looked at.
 
         Raises:
             RuntimeError: It did not do what it did in forward.
@@ -92,14 +100,26 @@ class Tape:
         first = next_number()
         with self.replay.again(self.replay.records[chunk], differs=differs):
             tree, values = self.chunks.run(chunk, given)
+        same = nodes_since(first) == self.made[chunk]
         values = self.results.check_again(tree, values, chunk)
+        trace = self.traces[chunk]
+        if trace[0] != [is_tensor(v) and v.requires_grad for v in values]:
+            how = "gave results of which others require a gradient"
+            raise self.results.differs(chunk, how)
+        # A parameter that was replaced shows in the first chunk. Experts of which each
+        # chunk uses others show in forward.
+        if same and chunk and self.alike and not self.large:
+            return values, None
         found = borders(requiring(values), given, first)
-        if (
-            found is None
-            or found.older
-            or self.trace(values, found) != self.traces[chunk]
-        ):
+        if found is None or found.older or self.trace(values, found) != trace:
             raise self.results.differs(chunk, OTHER_GRAPH)
+        if (
+            chunk == 0
+            and self.options.determinism_check != "none"
+            and fingerprint(found.nodes) != self.fingerprint
+        ):
+            how = "saved tensors of other shapes for backward than forward"
+            raise self.results.differs(chunk, how)
         return values, found
 
     def trace(self, values: Sequence[object], found: Borders) -> Trace:
@@ -107,8 +127,15 @@ class Tape:
         return (
             [is_tensor(v) and v.requires_grad for v in values],
             found.given,
-            {id(leaf) for leaf in found.leaves if id(leaf) in self.captures},
+            {id(leaf) for leaf in found.leaves if id(leaf) in self.captures}
+            - self.uncertain,
         )
+
+
+def nodes_since(first: int | None) -> int:
+    """Return how many nodes this thread made since `next_number` returned `first`."""
+    last = next_number()
+    return -1 if first is None or last is None else last - first
 
 
 def requiring(values: Sequence[object]) -> list[Tensor]:
