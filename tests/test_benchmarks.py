@@ -70,7 +70,7 @@ def test_memory(setting: Setting) -> None:
     part = memory.measure(setting)
     assert set(figures(part)) == {
         *("few", "many", "forward", "closure", "history_8", "history_32"),
-        *("wide", "wide_layer"),
+        "wide",
     }
     (curves,) = part.curves
     labels = {way.label for way in setting.contenders.values()}
@@ -80,7 +80,7 @@ def test_memory(setting: Setting) -> None:
         assert peak == pytest.approx(53, abs=0.1)  # 51 X, and 2 of weight gradients
     assert value(part, "forward") > 2  # at least the input and the result
     assert value(part, "closure") == pytest.approx(1, abs=0.05)
-    assert value(part, "wide_layer") > 2
+    assert value(part, "wide") > 2
     notes = [figures(part)[key].note for key in ("history_8", "history_32")]
     assert set(notes) == {"each chunk keeps its own graph"}
 

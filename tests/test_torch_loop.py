@@ -92,11 +92,6 @@ def test_a_compiled_caller_breaks_its_graph_and_keeps_the_saving(
     assert len(f.rows) == (3 if strategy == "none" else 6)
 
 
-@pytest.mark.xfail(
-    torch.__version__.startswith("2.4."),
-    strict=True,
-    reason="engine: torch 2.4 cannot compile inside its own checkpoint",
-)
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler about itself
 def test_a_compiled_f_with_a_ragged_tail() -> None:
     torch._dynamo.reset()

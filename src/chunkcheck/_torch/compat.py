@@ -42,7 +42,7 @@ _run_backward = _private("autograd.Variable._execution_engine.run_backward", Non
 _function_modes = _private("overrides._get_current_function_mode_stack", list)
 _pop_mode = _private("overrides._pop_mode", None)
 _push_mode = _private("overrides._push_mode", None)
-_FakeTensor = _private("_subclasses.FakeTensor", ())
+_tracing = _private("_guards.TracingContext.try_get", lambda: None)
 _dispatch = "utils._python_dispatch."
 _dispatch_modes = _private(f"{_dispatch}_get_current_dispatch_mode_stack", list)
 _pop_dispatch_mode = _private(f"{_dispatch}_pop_mode", None)
@@ -263,12 +263,13 @@ def private_device() -> str:
     return name
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a compiler is only tracing with `tensor`, which has no values.
+def is_tracing() -> bool:
+    """Whether a compiler is tracing, with tensors that have no values.
 
-    On torch 2.4 it does so with our saved-tensor hooks active.
+    Up to torch 2.4 it does so with our saved-tensor hooks active. The public
+    `torch.compiler.is_compiling` says no there.
     """
-    return isinstance(tensor, _FakeTensor)
+    return _tracing() is not None
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

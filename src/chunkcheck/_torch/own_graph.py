@@ -28,7 +28,7 @@ from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import (
     current_node,
     graph_task,
-    is_fake,
+    is_tracing,
     next_number,
     number,
     version,
@@ -184,7 +184,7 @@ class _Frame:
 
     def pack(self, tensor: Tensor) -> _Handle | Tensor:
         """Keep a handle instead of `tensor`."""
-        if is_fake(tensor):
+        if is_tracing():
             return tensor
         node, first = tensor.grad_fn, self._call.first
         if node is None or (first is not None and number(node) < first):
@@ -242,11 +242,11 @@ class _Frame:
 
         def keep(tensor: Tensor) -> _Handle | Tensor:
             index = again.count
-            handle = again.pack(tensor)
+            packed = again.pack(tensor)
             live = index < self.count and self._handles[index]() is not None
-            if live and isinstance(handle, _Handle):
-                values[index] = handle
-            return handle
+            if live and isinstance(packed, _Handle):
+                values[index] = packed
+            return packed
 
         differs = call.replay.differs()
         first = next_number()
