@@ -23,7 +23,7 @@ from chunkcheck._torch.compat import (
 )
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
-from chunkcheck._torch.tape import LARGE, OTHER_GRAPH, Tape
+from chunkcheck._torch.tape import LARGE, OTHER_GRAPH, Kept, Tape
 from chunkcheck._torch.tensors import dense_strides, is_tensor
 
 
@@ -62,7 +62,8 @@ class Backward:
             for i in wanted
         }
         self._given = [i for i in wanted if i < len(tensors)]
-        self._captures = [sources[i] for i in wanted if i >= len(tensors)]
+        self._captured = [i for i in wanted if i >= len(tensors)]
+        self._captures = [sources[i] for i in self._captured]
         self._large = {
             id(sources[i]): self._totals[i]
             for i in wanted
@@ -74,43 +75,83 @@ class Backward:
 
     def gradients(self) -> dict[int, Tensor | None]:
         """Return the gradients of what is wanted."""
+        tape = self._tape
         hooked = any(map(has_tensor_hooks, self._captures))  # since forward
         with hooks_muted(self._captures) if hooked else nullcontext():
-            # The last first: its graph may have been kept, and then it goes.
-            for chunk in reversed(range(len(self._tape.chunks.plan))):
-                for leaf in alive(self._run(chunk)):
-                    if id(leaf) not in self._tape.captures:
-                        raise self._tape.results.differs(chunk, OTHER_GRAPH)
+            # What is kept first: it is freed on the way.
+            kept = tape.take_kept()
+            done = set(kept)
+            self._run_kept(kept)
+            for chunk in reversed(range(len(tape.chunks.plan))):
+                for leaf in () if chunk in done else alive(self._run(chunk)):
+                    if id(leaf) not in tape.captures:
+                        raise tape.results.differs(chunk, OTHER_GRAPH)
         return {i: total.total() for i, total in self._totals.items()}
+
+    def _run_kept(self, kept: dict[int, Kept]) -> None:
+        """Add the gradients of the chunks whose graphs are there, and let go of these.
+
+        All in one go, so that torch sums them; but one by one where it would do so in
+        too narrow a dtype.
+        """
+        sums = [total for total in self._totals.values() if isinstance(total, Sum)]
+        at_once = 1 if any(total.widens for total in sums) else len(kept)
+        while kept:
+            chunks = sorted(kept, reverse=True)[:at_once]
+            group = {chunk: kept.pop(chunk) for chunk in chunks}
+            ends = [
+                end
+                for chunk, (_, values) in group.items()
+                for end in self._ends(chunk, values)
+            ]
+            self._add(ends, {chunk: given for chunk, (given, _) in group.items()})
 
     def _run(self, chunk: int) -> list[weakref.ref[Tensor]]:
         """Add the gradients of one chunk, and return the leaves that are unknown."""
-        tape = self._tape
-        found = None
-        if chunk in tape.kept:
-            given, values = tape.kept.pop(chunk)
-        else:
-            given = self._cut.given(chunk)
-            values, found = tape.recompute(chunk, given, differs=self._differs)
-        ends = [
+        given = self._cut.given(chunk)
+        values, found = self._tape.recompute(chunk, given, differs=self._differs)
+        if found is not None:
+            self._add_large(chunk, given, found.nodes)
+        self._add(self._ends(chunk, values), {chunk: given})
+        if found is None:
+            return []
+        known = self._tape.captures
+        return [weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in known]
+
+    def _ends(
+        self, chunk: int, values: Sequence[object]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the results of a chunk that get a gradient, each with its own."""
+        return [
             (value, part[chunk])
             for column, part in self._parts.items()
             if chunk < len(part) and is_tensor(value := values[column])
             if value.requires_grad
         ]
-        if ends and self._totals:
-            if found is not None:
-                self._add_large(chunk, given, found.nodes)
-            outputs, of_outputs = zip(*ends, strict=True)
-            inputs = [given[i] for i in self._given] + self._captures
-            of_inputs = gradients(outputs, of_outputs, inputs)
-            for total, gradient in zip(self._totals.values(), of_inputs, strict=True):
-                if gradient is not None:
-                    total.add(chunk, gradient)
-        if found is None:
-            return []
-        known = tape.captures
-        return [weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in known]
+
+    def _add(
+        self,
+        ends: Sequence[tuple[Tensor, Tensor]],
+        given: Mapping[int, Sequence[Tensor]],
+    ) -> None:
+        """Add the gradients that go out from some ends.
+
+        Args:
+            ends: Results, each with its gradient.
+            given: The tensors of the chunks that these are of, by chunk.
+
+        """
+        if not ends or not self._totals:
+            return
+        outputs, of_outputs = zip(*ends, strict=True)
+        wanted = [(i, chunk) for i in self._given for chunk in given]
+        inputs = [given[chunk][i] for i, chunk in wanted] + self._captures
+        found = gradients(outputs, of_outputs, inputs)
+        (any_chunk, *_) = given
+        captured = [(i, any_chunk) for i in self._captured]
+        for (i, chunk), gradient in zip([*wanted, *captured], found, strict=True):
+            if gradient is not None:
+                self._totals[i].add(chunk, gradient)
 
     def _add_large(
         self, chunk: int, given: Sequence[Tensor], nodes: Sequence[Node]

@@ -95,6 +95,11 @@ class Sum:
         self._result_dtype: torch.dtype | None = None
         self._in_place = False
 
+    @property
+    def widens(self) -> bool:
+        """Whether it sums in a wider dtype than the gradients have."""
+        return self._dtype is not None
+
     def add(self, _chunk: int, gradient: Tensor) -> None:
         """Add the gradient of one chunk."""
         total = self._total

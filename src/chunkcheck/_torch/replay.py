@@ -297,7 +297,6 @@ class Replay:
         """Enter what all first runs saw, where it is not so now."""
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(mode=False))
-            stack.enter_context(torch.enable_grad())
         if (current := _Ambient.now()) != self._ambient:
             stack.enter_context(self._ambient.instead_of(current))
         if self._casts:

@@ -7,6 +7,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -26,6 +27,7 @@ OTHER_GRAPH = (
     "used other tensors that require a gradient than forward: a parameter that was"
     " replaced, or another one of several experts"
 )
+Kept: TypeAlias = tuple[list[Tensor], list[object]]  # what a chunk got and gave
 # Which leaves of the result require a gradient, and the graph's borders: which tensors
 # that it was given a chunk used, and the ids of the captured leaves.
 Trace: TypeAlias = tuple[list[bool], set[int], set[int]]
@@ -78,7 +80,16 @@ class Tape:
     # What the first chunk saved: what differs in each recompute differs there.
     fingerprint: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     # By chunk, the tensors and the result of those whose graph is kept.
-    kept: dict[int, tuple[list[Tensor], list[object]]] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+
+    def take_kept(self) -> dict[int, Kept]:
+        """Return the chunks whose graphs are kept: each goes to one backward only."""
+        found = {}
+        while self.kept:
+            with suppress(KeyError):  # another thread was faster
+                chunk, kept = self.kept.popitem()
+                found[chunk] = kept
+        return found
 
     def recompute(
         self, chunk: int, given: Sequence[Tensor], *, differs: bool
