@@ -7,6 +7,7 @@ import pickle
 from typing import Any, get_args
 
 import pytest
+import torch
 
 import chunkcheck
 from chunkcheck import Fused, NoCheckpoint, NonReentrant, Reentrant
@@ -35,6 +36,7 @@ def test_every_name_is_known() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
+        Fused(keep_chunks=2, accumulate_dtype=None, determinism_check="values"),
         NonReentrant(preserve_rng_state=False, determinism_check="none"),
         Reentrant(preserve_rng_state=False),
         NoCheckpoint(),
@@ -42,7 +44,7 @@ def test_every_name_is_known() -> None:
     ids=repr,
 )
 def test_instances_are_values(
-    strategy: NonReentrant | Reentrant | NoCheckpoint,
+    strategy: Fused | NonReentrant | Reentrant | NoCheckpoint,
 ) -> None:
     assert resolve_strategy(strategy) is strategy
     assert pickle.loads(pickle.dumps(strategy)) == strategy
@@ -59,6 +61,16 @@ def test_each_has_only_its_own_options() -> None:
 
     assert options(NoCheckpoint) == []
     assert options(Reentrant) == ["preserve_rng_state"]
+    assert options(Fused) == [
+        "preserve_rng_state",
+        "preserve_python_rng_state",
+        "generators",
+        "determinism_check",
+        "context_fn",
+        "accumulate_dtype",
+        "keep_chunks",
+        "fall_back",
+    ]
     assert options(NonReentrant) == [
         "preserve_rng_state",
         "determinism_check",
@@ -110,3 +122,25 @@ def test_options_of_the_wrong_kind(
 ) -> None:
     with pytest.raises(error, match=message):
         NonReentrant(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"determinism_check": "all"}, ValueError, "'values' or 'none', found 'all'"),
+        ({"context_fn": 3}, TypeError, "a callable that returns two .* found 3"),
+        ({"keep_chunks": -1}, ValueError, "0 or more chunks, found -1"),
+        ({"keep_chunks": 1.0}, TypeError, "must be an int, found 1.0 of type float"),
+        ({"keep_chunks": True}, TypeError, "must be an int, found True of type bool"),
+        ({"accumulate_dtype": "float32"}, TypeError, "torch.float32.*found 'float32'"),
+        ({"accumulate_dtype": torch.int32}, TypeError, "floating .*found torch.int32"),
+        ({"generators": [torch.Generator()]}, TypeError, r"a tuple of torch.Generat"),
+        ({"generators": (1,)}, TypeError, r"a tuple of torch.Generator, found \(1,\)"),
+    ],
+    ids=str,
+)
+def test_options_of_the_engine_of_the_wrong_kind(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Fused(**options)

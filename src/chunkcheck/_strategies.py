@@ -47,7 +47,8 @@ class Fused:
 
     Raises:
         ValueError: `determinism_check` is none of those, or `keep_chunks` is negative.
-        TypeError: `context_fn` cannot be called, or `keep_chunks` is no int.
+        TypeError: `context_fn` cannot be called, `keep_chunks` is no int, `generators`
+            is no tuple of them, or `accumulate_dtype` is no floating dtype.
 
     Example:
         >>> from chunkcheck import Fused
@@ -72,6 +73,14 @@ class Fused:
                 f" {self.determinism_check!r}"
             )
         _check_context_fn(self.context_fn)
+        _check_generators(self.generators)
+        asked = self.accumulate_dtype
+        floating = getattr(asked, "is_floating_point", False)
+        if asked not in ("auto", None) and not floating:
+            raise TypeError(
+                "accumulate_dtype must be a floating dtype such as torch.float32,"
+                f" 'auto' or None, found {asked!r}"
+            )
         if isinstance(self.keep_chunks, bool) or not isinstance(self.keep_chunks, int):
             raise TypeError(
                 f"keep_chunks must be an int, found {self.keep_chunks!r} of type"
@@ -156,6 +165,15 @@ class NoCheckpoint:
 
     For measurements, and for an `f` that checkpoints itself.
     """
+
+
+def _check_generators(generators: object) -> None:
+    if not isinstance(generators, tuple) or not all(
+        hasattr(generator, "get_state") for generator in generators
+    ):
+        raise TypeError(
+            f"generators must be a tuple of torch.Generator, found {generators!r}"
+        )
 
 
 def _check_context_fn(context_fn: object) -> None:

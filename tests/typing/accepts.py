@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from chunkcheck import (
     ChunkStrategy,
+    Fused,
     NoCheckpoint,
     NonReentrant,
     Reentrant,
@@ -228,6 +229,21 @@ def contexts() -> tuple[
 
 def strategies(x: Tensor, name: StrategyName, own: ChunkStrategy) -> None:
     chunk_and_checkpoint(same, x, chunk_size=4, strategy="auto")
+    chunk_and_checkpoint(same, x, chunk_size=4, strategy="fused")
+    chunk_and_checkpoint(same, x, chunk_size=4, strategy=Fused())
+    chunk_and_checkpoint(
+        same,
+        x,
+        chunk_size=4,
+        strategy=Fused(
+            preserve_python_rng_state=True,
+            generators=(torch.Generator(),),
+            determinism_check="values",
+            context_fn=contexts,
+            accumulate_dtype=torch.float64,
+            keep_chunks=2,
+        ),
+    )
     chunk_and_checkpoint(same, x, chunk_size=4, strategy="non_reentrant")
     chunk_and_checkpoint(same, x, chunk_size=4, strategy="reentrant")
     chunk_and_checkpoint(same, x, chunk_size=4, strategy="none")

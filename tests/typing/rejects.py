@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from chunkcheck import NonReentrant, Reentrant, chunk_and_checkpoint, chunked
+from chunkcheck import Fused, NonReentrant, Reentrant, chunk_and_checkpoint, chunked
 
 Flat: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
@@ -113,6 +113,7 @@ def strategies(x: Tensor, aux: dict[str, Tensor], name: str) -> None:
     chunked(scaled, chunk_size=4, strategy=None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     Reentrant(determinism_check="none")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    Fused(keep_chunks="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     NonReentrant(False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     NonReentrant(determinism_check="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     NonReentrant(context_fn=lambda: None)  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]

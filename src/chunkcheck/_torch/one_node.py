@@ -38,7 +38,7 @@ from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
-from chunkcheck._torch.tape import LARGE, Runnable, Tape, nodes_since, requiring
+from chunkcheck._torch.tape import LARGE, Runnable, Tape, Trace, nodes_since, requiring
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
@@ -93,7 +93,8 @@ class OneNode:
         hooks = saved_tensors_hooks(_detached, _detached)
         with hooks if self._saved.outer_hooks else nullcontext():
             for chunk in range(len(tape.chunks.plan)):
-                self._note(chunk, *self._forward(chunk, cut.given(chunk)))
+                trace, new, constants = self._forward(chunk, cut.given(chunk))
+                self._note(chunk, trace, new, constants)
         tape.replay.finish()
         whole = [t for t in tensors[len(tape.chunks.dims) :] if t.requires_grad]
         sums = [*whole, *tape.captures.values()]
@@ -103,12 +104,12 @@ class OneNode:
 
     def _forward(
         self, chunk: int, given: list[Tensor]
-    ) -> tuple[list[bool], set[int], Observed, Observed]:
+    ) -> tuple[Trace, Observed, Observed]:
         """Run one chunk.
 
         Returns:
-            Which results require a gradient, which tensors it used, the leaves that its
-            graph ends in, and the constants that it saved.
+            Its trace, the leaves that its graph ends in and that no other's did, and
+            the constants that it saved.
 
         """
         tape, plan = self._tape, self._tape.chunks.plan
@@ -119,16 +120,15 @@ class OneNode:
         found = borders(requiring(values), given, first)
         if found is None or found.older:
             raise UnsuitedError("f captures a tensor that was computed from others")
-        for leaf in found.leaves:
-            if id(leaf) not in tape.captures and not self._derived:
-                _check_suited(leaf)
+        new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]
+        for leaf in () if self._derived else new:
+            _check_suited(leaf)
         tape.results.put(values, chunk, connected=False)
         if chunk >= len(plan) - tape.options.keep_chunks:
             tape.kept[chunk] = given, values
         return (
-            [is_tensor(v) and v.requires_grad for v in values],
-            found.given,
-            [(weakref.ref(leaf), version(leaf)) for leaf in found.leaves],
+            tape.trace(values, found),
+            [(weakref.ref(leaf), version(leaf)) for leaf in new],
             self._first_saved(found.nodes, given) if chunk == 0 else [],
         )
 
@@ -137,26 +137,18 @@ class OneNode:
         return observed(nodes, given)
 
     def _note(
-        self,
-        chunk: int,
-        required: list[bool],
-        used: set[int],
-        leaves: Observed,
-        constants: Observed,
+        self, chunk: int, trace: Trace, new: Observed, constants: Observed
     ) -> None:
         """Take down what outlives the graph: the rest `f` did not capture but make."""
         tape = self._tape
-        captured = set()
-        for ref, before in leaves:
+        _, used, captured = trace
+        for ref, before in new:
             if (leaf := ref()) is not None:
-                if id(leaf) not in tape.captures:
-                    tape.captures[id(leaf)] = leaf
-                    self._watched.append((ref, before))
-                    if chunk in tape.kept:  # then the graph holds what `f` made as well
-                        tape.uncertain.add(id(leaf))
-                captured.add(id(leaf))
+                tape.captures[id(leaf)] = leaf
+                self._watched.append((ref, before))
+                # What `f` made is held by a graph that is kept.
+                (tape.uncertain if chunk in tape.kept else captured).add(id(leaf))
         self._watched += [pair for pair in constants if pair[0]() is not None]
-        trace = required, used, captured - tape.uncertain
         if chunk and tape.traces[-1] == trace:
             trace = tape.traces[-1]  # so that many chunks take no memory
         else:
