@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from chunkcheck._torch.captures import Observed, borders, check_unchanged, observed
+from chunkcheck._torch.captures import (
+    Observed,
+    borders,
+    check_unchanged,
+    observed,
+    stamp,
+)
 from chunkcheck._torch.compat import next_number, number
 from reference import rows
 
@@ -97,15 +103,21 @@ def test_observed_are_the_constants_that_a_run_saves() -> None:
 
 def test_check_unchanged() -> None:
     def watch(tensor: Tensor) -> Observed:
-        return [(weakref.ref(tensor), tensor._version)]
+        return [(weakref.ref(tensor), stamp(tensor))]
 
-    tensor, passing = torch.ones(2, 5), torch.ones(1)
+    layer = torch.nn.Linear(5, 2)
+    module = torch.nn.Sequential(layer)
+    tensor, passing, weight = torch.ones(2, 5), torch.ones(1), layer.weight
     watched = watch(tensor) + watch(passing)
-    check_unchanged(watched, set())
+    check_unchanged(watched, set(), module)
     passing.add_(1)
     del passing  # what is gone cannot be used again
-    check_unchanged(watched, set())
+    check_unchanged(watched, set(), module)
     tensor[0].add_(1)
-    check_unchanged(watched, {id(tensor)})
-    with pytest.raises(RuntimeError, match=r"shape \(2, 5\) that f captures has been"):
-        check_unchanged(watched, set())
+    check_unchanged(watched, {id(tensor)}, module)
+    with pytest.raises(RuntimeError, match=r"shape \(2, 5\), which f captures, has be"):
+        check_unchanged(watched, set(), module)
+    watched = watch(weight)
+    weight.data = torch.zeros(2, 5)  # which counts as no write
+    with pytest.raises(RuntimeError, match=r"Sequential.0.weight, a tensor of shape"):
+        check_unchanged(watched, set(), module)

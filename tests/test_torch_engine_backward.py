@@ -398,3 +398,20 @@ def test_hooks_that_f_puts_on_what_it_is_given(*, history: bool) -> None:
         torch.autograd.grad(y.sum(), inputs),
         torch.autograd.grad(expected.sum(), inputs),
     )
+
+
+@ways
+@pytest.mark.parametrize("what", ["inplace", "data"])
+def test_a_captured_weight_changed_before_backward(what: str, *, history: bool) -> None:
+    _, shift = capture(history=history)
+    module, x = net(), rows(5, 4)
+    weight = next(module.parameters())
+    y = in_chunks(lambda x: module(x) * shift, x)
+    if what == "data":
+        weight.data = torch.zeros_like(weight)
+    else:
+        with torch.no_grad():
+            weight.zero_()
+    with pytest.raises(RuntimeError, match=r"Sequential.0.weight.* has been modified"):
+        y.sum().backward()
+    assert x.grad is None

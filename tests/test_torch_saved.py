@@ -18,7 +18,7 @@ def test_tensors_come_back_in_order_and_in_their_graph() -> None:
     leaf, constant = rows(3), rows(2, grad=False)
     computed = leaf.exp()
     number = torch.arange(3)
-    got = Saved([leaf, constant, computed, number]).tensors()
+    got = Saved([leaf, constant, computed, number], str).tensors()
     assert [t.data_ptr() for t in got] == [
         t.data_ptr() for t in (leaf, constant, computed, number)
     ]
@@ -28,7 +28,7 @@ def test_tensors_come_back_in_order_and_in_their_graph() -> None:
 
 
 def test_none_at_all() -> None:
-    assert Saved([]).tensors() == []
+    assert Saved([], str).tensors() == []
 
 
 @pytest.mark.parametrize("kind", ["leaf", "computed", "constant"])
@@ -37,7 +37,7 @@ def test_what_was_written_to_raises(kind: str) -> None:
     tensor = {"leaf": leaf, "computed": leaf.exp(), "constant": leaf.detach().clone()}[
         kind
     ]
-    saved = Saved([tensor])
+    saved = Saved([tensor], str)
     saved.tensors()
     with torch.no_grad():
         tensor[1:].add_(1)
@@ -49,7 +49,7 @@ def test_inference_tensors_are_constants() -> None:
     with torch.inference_mode():
         first, last = torch.ones(2), torch.zeros(2)
     leaf = rows(3)
-    got = Saved([first, leaf, last]).tensors()
+    got = Saved([first, leaf, last], str).tensors()
     assert [a is b for a, b in zip(got, (first, leaf, last), strict=True)] == [True] * 3
 
 
@@ -61,7 +61,7 @@ def test_all_is_freed_with_the_last_holder() -> None:
         tensors = [torch.ones(2).as_subclass(Marked) for _ in range(2)]
         tensors[1].requires_grad_()
         refs = [weakref.ref(t) for t in tensors]
-        saved = Saved(tensors)
+        saved = Saved(tensors, str)
         del tensors
         assert all(len(t) == 2 for t in saved.tensors())
         del saved
@@ -82,7 +82,7 @@ def test_hooks_around_see_each_tensor_once() -> None:
 
     leaf, constant = rows(3), rows(2, grad=False)
     with saved_tensors_hooks(pack, unpack):
-        saved = Saved([leaf, constant])
+        saved = Saved([leaf, constant], str)
     assert saved.outer_hooks
     assert [shape for shape in packed if shape.numel()] == [(3,), (2,)]
     assert not unpacked
@@ -93,7 +93,7 @@ def test_hooks_around_see_each_tensor_once() -> None:
 
 def test_without_hooks_around() -> None:
     leaf = rows(3)
-    assert not Saved([leaf]).outer_hooks
-    assert not Saved([]).outer_hooks
+    assert not Saved([leaf], str).outer_hooks
+    assert not Saved([], str).outer_hooks
     with torch.autograd.graph.save_on_cpu():
-        assert Saved([]).outer_hooks
+        assert Saved([], str).outer_hooks

@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 
 from chunkcheck._torch.compat import (
     LEAF_NUMBER,
+    address,
     next_number,
     number,
     saved_by,
@@ -236,7 +237,13 @@ def borders(
     return found
 
 
-Observed: TypeAlias = list[tuple[weakref.ref[Tensor], int | None]]
+Stamp: TypeAlias = tuple[int | None, tuple[int, int]]  # version and address
+Observed: TypeAlias = list[tuple[weakref.ref[Tensor], Stamp]]
+
+
+def stamp(tensor: Tensor) -> Stamp:
+    """Return what changes when `tensor` is written to or gets other data."""
+    return version(tensor), address(tensor)
 
 
 def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
@@ -247,7 +254,7 @@ def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
     """
     own = {id(tensor) for tensor in given}
     found = {
-        id(saved): (weakref.ref(saved), version(saved))
+        id(saved): (weakref.ref(saved), stamp(saved))
         for node in nodes
         if number(node) != LEAF_NUMBER
         for saved in saved_by(node)
@@ -274,25 +281,39 @@ def alive(refs: Iterable[weakref.ref[Tensor]]) -> Iterator[Tensor]:
     return (tensor for ref in refs if (tensor := ref()) is not None)
 
 
-def check_unchanged(tensors: Observed, replayed: Container[int]) -> None:
+def check_unchanged(
+    tensors: Observed, replayed: Container[int], f: Callable[..., Any]
+) -> None:
     """Check that none of these tensors was written to since, of those still there.
 
     Args:
         tensors: The tensors.
+        f: What captures them.
         replayed: The ids of those that recompute sees as they were.
 
     Raises:
         RuntimeError: One was.
 
     """
-    for ref, before in tensors:
+    for ref, (before, where) in tensors:
         tensor = ref()
-        if tensor is None or version(tensor) == before:
+        if tensor is None or id(tensor) in replayed:
             continue
-        if id(tensor) not in replayed:
+        here = address(tensor)
+        # Parameters that are gathered as they are used are elsewhere, or nowhere.
+        if version(tensor) != before or (here != where and here[0] and where[0]):
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that f captures has been"
-                " modified by an inplace operation between forward and backward, so"
+                f"{_name(tensor, f)}, which f captures, has been modified by an inplace"
+                " operation, or was given other data, between forward and backward, so"
                 " that gradients would be wrong: change it after backward, or give f a"
                 " copy"
             )
+
+
+def _name(tensor: Tensor, f: Callable[..., Any]) -> str:
+    shape = f"a tensor of shape {tuple(tensor.shape)}"
+    for module in reach(f).modules:
+        for name, parameter in module.named_parameters():
+            if parameter is tensor:
+                return f"{type(module).__name__}.{name}, {shape}"
+    return shape

@@ -81,6 +81,18 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
+def address(tensor: Tensor) -> tuple[int, int]:
+    """Return where the values of `tensor` are; zeros if nowhere, or not now.
+
+    `Tensor.data = ...` changes that, and no version.
+    """
+    try:
+        start = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or fake
+        return 0, 0
+    return (start, int(tensor.storage_offset())) if start else (0, 0)
+
+
 def next_number() -> int | None:
     """Return the sequence number that this thread's next node of a graph will have.
 

@@ -8,7 +8,7 @@ where all that `f` captures are leaves without hooks; elsewhere it says what is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,13 +25,13 @@ from chunkcheck._torch.captures import (
     check_unchanged,
     fingerprint,
     observed,
+    stamp,
 )
 from chunkcheck._torch.compat import (
     graph_task,
     has_tensor_hooks,
     hooks_muted,
     next_number,
-    version,
     will_run,
 )
 from chunkcheck._torch.cuts import Apart
@@ -72,7 +72,7 @@ class OneNode:
     ) -> None:
         self._tape = Tape(options, chunks, results, replay)
         self._derived = derived
-        self._saved = Saved(tensors)
+        self._saved = Saved(tensors, chunks.path)
         self._watched: Observed = []  # must not change before backward
         self.mailbox: dict[int, OneNode] = {}  # by backward
 
@@ -128,7 +128,7 @@ class OneNode:
             tape.kept[chunk] = given, values
         return (
             tape.trace(values, found),
-            [(weakref.ref(leaf), version(leaf)) for leaf in new],
+            [(weakref.ref(leaf), stamp(leaf)) for leaf in new],
             self._first_saved(found.nodes, given) if chunk == 0 else [],
         )
 
@@ -194,7 +194,7 @@ class OneNode:
         """
         tape = self._tape
         tensors = self._saved.tensors()
-        check_unchanged(self._watched, tape.replay.replayed)
+        check_unchanged(self._watched, tape.replay.replayed, tape.chunks.f)
         count = tape.chunks.count  # the captures come after the tensors
         sources = [*sorted(tape.used), *range(count, count + len(tape.captures))]
         leaves = list(tape.captures.values())
@@ -240,6 +240,19 @@ class _Derivative:
     def count(self) -> int:
         """The number of tensors: those of the call, and the gradients of its result."""
         return self._tape.chunks.count + len(self._cut) + len(self._whole)
+
+    @property
+    def f(self) -> Callable[..., Any]:
+        """What the call calls."""
+        return self._tape.chunks.f
+
+    def path(self, index: int) -> str:
+        """Return what one of the tensors is."""
+        cut, count = len(self._tape.chunks.dims), self._tape.chunks.count
+        whole = index - len(self._cut)
+        if index < cut or cut <= whole < count:
+            return self._tape.chunks.path(index if index < cut else whole)
+        return "the gradient of a result"
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return for each tensor that is cut the pieces of all chunks."""
@@ -360,9 +373,7 @@ class _Result(torch.autograd.Function):
 
 
 def _deliver(call: OneNode) -> Tensor:
-    task = graph_task()
-    if task >= 0:  # not if someone only looks at what the node has saved
-        call.mailbox[task] = call
+    call.mailbox[graph_task()] = call
     return torch.empty(0)
 
 

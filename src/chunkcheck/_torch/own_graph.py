@@ -23,6 +23,7 @@ from chunkcheck._torch.captures import (
     alive,
     borders,
     check_unchanged,
+    stamp,
 )
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import (
@@ -64,7 +65,7 @@ class OwnGraph:
         self.chunks = chunks
         self.results = results
         self.replay = replay
-        self._saved = Saved(tensors)
+        self._saved = Saved(tensors, chunks.path)
         self.first = next_number()  # older nodes are those of captured tensors
         self._apart: tuple[int, Apart] | None = None
         # The frames that hold what has been recomputed: one, or one for each device,
@@ -189,7 +190,7 @@ class _Frame:
         node, first = tensor.grad_fn, self._call.first
         if node is None or (first is not None and number(node) < first):
             # Perhaps captured: it is, if it outlives the chunk.
-            self._watched.append((weakref.ref(tensor), version(tensor)))
+            self._watched.append((weakref.ref(tensor), stamp(tensor)))
         handle = _Handle(self, len(self._handles), tensor)
         self._handles.append(weakref.ref(handle))
         if self._open:  # until the run ends, since `f` may call autograd itself
@@ -234,7 +235,7 @@ class _Frame:
 
         """
         call, chunk = self._call, self._chunk
-        check_unchanged(self._watched, call.replay.replayed)
+        check_unchanged(self._watched, call.replay.replayed, call.chunks.f)
         call.fill(self)
         given = call.apart().given(chunk)
         again = _Frame(call, chunk)  # whose handles say how much they have in common

@@ -5,13 +5,14 @@ Knows nothing of what is saved, nor why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chunkcheck._torch.compat import has_hooks
+from chunkcheck._torch.compat import has_hooks, version
 
 
 class Saved:
@@ -21,9 +22,11 @@ class Saved:
     to raises an error when it is asked for.
     """
 
-    __slots__ = ("_constants", "_holder", "outer_hooks")
+    __slots__ = ("_constants", "_holder", "_name", "_versions", "outer_hooks")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
+        self._name = name
+        self._versions = [(weakref.ref(t), version(t)) for t in tensors]
         # torch cannot save inference tensors. As constants they are right in plain `f`.
         self._constants = [t if t.is_inference() else None for t in tensors]
         anchor = torch.empty(0, requires_grad=True)
@@ -41,7 +44,17 @@ class Saved:
 
         """
         node: Any = self._holder.grad_fn
-        _, *saved = node.saved_tensors
+        try:
+            _, *saved = node.saved_tensors
+        except RuntimeError as error:
+            for index, (ref, before) in enumerate(self._versions):
+                tensor = ref()
+                if tensor is not None and version(tensor) != before:
+                    error.add_note(
+                        f"{self._name(index)} was written to between forward and"
+                        " backward: do it after backward, or pass a clone"
+                    )
+            raise
         rest = iter(saved)
         return [next(rest) if t is None else t for t in self._constants]
 

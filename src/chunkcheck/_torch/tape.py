@@ -6,10 +6,10 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,6 +46,15 @@ class Runnable(Protocol):
     @property
     def count(self) -> int:
         """The number of tensors."""
+        ...
+
+    @property
+    def f(self) -> Callable[..., Any]:
+        """What is called."""
+        ...
+
+    def path(self, index: int) -> str:
+        """Return the path of one of the tensors."""
         ...
 
     def run(self, chunk: int, tensors: Sequence[Tensor]) -> tuple[Tree, list[object]]:
