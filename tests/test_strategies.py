@@ -129,6 +129,7 @@ def test_options_of_the_wrong_kind(
     [
         ({"determinism_check": "all"}, ValueError, "'values' or 'none', found 'all'"),
         ({"context_fn": 3}, TypeError, "a callable that returns two .* found 3"),
+        ({"preserve_rng_state": None}, TypeError, "must be a bool, found None"),
         ({"keep_chunks": -1}, ValueError, "0 or more chunks, found -1"),
         ({"keep_chunks": 1.0}, TypeError, "must be an int, found 1.0 of type float"),
         ({"keep_chunks": True}, TypeError, "must be an int, found True of type bool"),

@@ -67,6 +67,9 @@ class Fused:
     fall_back: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("preserve_rng_state", "preserve_python_rng_state", "fall_back"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, found {getattr(self, name)!r}")
         if self.determinism_check not in ("default", "values", "none"):
             raise ValueError(
                 "determinism_check must be 'default', 'values' or 'none', found"

@@ -47,7 +47,7 @@ class Backward:
     ) -> None:
         self._tape = tape
         self._differs = tape.replay.differs()
-        self._cut = Apart(tape.chunks, tensors)
+        self._cut = Apart(tape.chunks, tensors, tape.require)
         plan, dims = tape.chunks.plan, tape.chunks.dims
         self._parts = {
             column: tape.results.parts(column, gradient)

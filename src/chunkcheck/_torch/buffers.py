@@ -163,5 +163,6 @@ class Snapshot:
                 setattr(self.module, name, buffer)
         else:
             own = buffers_of(self.module)
-            own.clear()
-            own.update(buffers)
+            own.update(buffers)  # at no time is one missing, which a thread might see
+            for name in own.keys() - buffers.keys():
+                del own[name]

@@ -24,7 +24,7 @@ from torch.autograd.graph import Node
 
 from chunkcheck._torch.compat import (
     LEAF_NUMBER,
-    address,
+    memory,
     next_number,
     number,
     saved_by,
@@ -224,7 +224,7 @@ def borders(
                     seen.add(other)
                     nodes.append(other)
         elif position == LEAF_NUMBER:
-            ends.append(node.variable)  # type: ignore[attr-defined]
+            ends += [node.variable] if hasattr(node, "variable") else []
         elif node in own_nodes:
             found.given.add(own_nodes[node])
         else:
@@ -237,13 +237,13 @@ def borders(
     return found
 
 
-Stamp: TypeAlias = tuple[int | None, tuple[int, int]]  # version and address
+Stamp: TypeAlias = tuple[int | None, tuple[int, int]]  # version and memory
 Observed: TypeAlias = list[tuple[weakref.ref[Tensor], Stamp]]
 
 
 def stamp(tensor: Tensor) -> Stamp:
     """Return what changes when `tensor` is written to or gets other data."""
-    return version(tensor), address(tensor)
+    return version(tensor), memory(tensor)
 
 
 def observed(nodes: Iterable[Node], given: Iterable[Tensor]) -> Observed:
@@ -299,8 +299,8 @@ def check_unchanged(
         tensor = ref()
         if tensor is None or id(tensor) in replayed:
             continue
-        here = address(tensor)
-        # Parameters that are gathered as they are used are elsewhere, or nowhere.
+        here = memory(tensor)
+        # A parameter that is gathered as it is used may be nowhere.
         if version(tensor) != before or (here != where and here[0] and where[0]):
             raise RuntimeError(
                 f"{_name(tensor, f)}, which f captures, has been modified by an inplace"

@@ -81,16 +81,19 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
-def address(tensor: Tensor) -> tuple[int, int]:
-    """Return where the values of `tensor` are; zeros if nowhere, or not now.
+def memory(tensor: Tensor) -> tuple[int, int]:
+    """Return which memory `tensor` is in, and from where on; zeros if in none now.
 
-    `Tensor.data = ...` changes that, and no version.
+    `Tensor.data = ...` changes that, and no version. Memory that is given back and
+    taken again, as FSDP does, is the same: so not its address, but torch's handle.
     """
     try:
-        start = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        known = bool(storage.data_ptr())
     except (RuntimeError, NotImplementedError):  # sparse, or fake
         return 0, 0
-    return (start, int(tensor.storage_offset())) if start else (0, 0)
+    number = getattr(storage, "_cdata", 0)
+    return (number, int(tensor.storage_offset())) if known and number else (0, 0)
 
 
 def next_number() -> int | None:

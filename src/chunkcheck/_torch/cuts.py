@@ -19,11 +19,20 @@ from chunkcheck._torch.tensors import alias, dense_strides, is_plain, stub
 
 
 class Apart:
-    """The tensors of each chunk as leaves of a graph of their own."""
+    """The tensors of each chunk as leaves of a graph of their own.
 
-    def __init__(self, chunks: Runnable, tensors: Sequence[Tensor]) -> None:
+    Args:
+        chunks: How they are cut.
+        tensors: The tensors.
+        require: Which of them require a gradient, whatever they say now.
+
+    """
+
+    def __init__(
+        self, chunks: Runnable, tensors: Sequence[Tensor], require: Sequence[bool]
+    ) -> None:
         self._chunks = chunks
-        self._require = [t.requires_grad for t in tensors]
+        self._require = require
         detached = [t.detach() for t in tensors]
         self._pieces = chunks.pieces(detached)
         self._whole = detached[len(self._pieces) :]

@@ -69,7 +69,7 @@ class Rows:
         example = next(iter(self._parts.values()))
         rows = self._shape[self._dim]
         parts = []
-        for chunk, start in enumerate(range(0, rows, self._size)):
+        for chunk, start in enumerate(range(0, max(rows, 1), self._size)):
             part = self._parts.get(chunk)
             if part is None and self._whole is not None and chunk not in self._missing:
                 part = self._places[chunk]

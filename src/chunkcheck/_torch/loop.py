@@ -29,7 +29,7 @@ def run_loop(
     if torch.is_grad_enabled() or transforms_active():
         cut = _Split(chunks, tensors)
     else:  # an `f` that turns grad mode on, to get forces from energies, needs leaves
-        cut = Apart(chunks, tensors)
+        cut = Apart(chunks, tensors, [t.requires_grad for t in tensors])
     for index in range(len(chunks.plan)):
         chunk = _Chunk(chunks, index)
         tree, values = chunk.result(execute(chunk, *cut.given(index)))

@@ -42,6 +42,10 @@ from chunkcheck._torch.tape import LARGE, Runnable, Tape, Trace, nodes_since, re
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
+# Nodes that say themselves what they cannot do.
+_REENTRANT = ("CheckpointFunctionBackward",)  # be asked for single gradients
+_ONCE = ("torch::autograd::Error", "Error")  # be differentiated
+
 
 class UnsuitedError(Exception):
     """`f` captures what this engine cannot treat exactly; says what."""
@@ -70,7 +74,8 @@ class OneNode:
         *,
         derived: bool = False,
     ) -> None:
-        self._tape = Tape(options, chunks, results, replay)
+        require = [t.requires_grad for t in tensors]
+        self._tape = Tape(options, chunks, results, replay, require)
         self._derived = derived
         self._saved = Saved(tensors, chunks.path)
         self._watched: Observed = []  # must not change before backward
@@ -88,7 +93,7 @@ class OneNode:
     def leaves(self, tensors: Sequence[Tensor]) -> list[object]:
         """Return the leaves of that result."""
         tape = self._tape
-        cut = Apart(tape.chunks, tensors)
+        cut = Apart(tape.chunks, tensors, tape.require)
         # Hooks around this call are for what it saves, not for what each chunk does.
         hooks = saved_tensors_hooks(_detached, _detached)
         with hooks if self._saved.outer_hooks else nullcontext():
@@ -120,6 +125,10 @@ class OneNode:
         found = borders(requiring(values), given, first)
         if found is None or found.older:
             raise UnsuitedError("f captures a tensor that was computed from others")
+        if not chunk and any(node.name() in _REENTRANT for node in found.nodes):
+            raise UnsuitedError("f uses torch's reentrant checkpoint")
+        if self._derived and any(node.name() in _ONCE for node in found.nodes):
+            tape.once = True
         new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]
         for leaf in () if self._derived else new:
             _check_suited(leaf)
@@ -193,6 +202,11 @@ class OneNode:
 
         """
         tape = self._tape
+        if tape.once:
+            raise RuntimeError(
+                "trying to differentiate twice a function that was marked with"
+                " @once_differentiable, which f uses"
+            )
         tensors = self._saved.tensors()
         check_unchanged(self._watched, tape.replay.replayed, tape.chunks.f)
         count = tape.chunks.count  # the captures come after the tensors
@@ -319,7 +333,8 @@ class _Derivative:
                 gradients.append(torch.zeros_like(source))
             else:
                 self._found.add(i)
-                gradients.append(gradient)
+                plain = is_plain(gradient)  # or sparse, which cannot be joined
+                gradients.append(gradient if plain else gradient.to_dense())
         values, tree = flatten(tuple(gradients))
         return tree, values
 

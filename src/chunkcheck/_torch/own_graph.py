@@ -66,6 +66,7 @@ class OwnGraph:
         self.results = results
         self.replay = replay
         self._saved = Saved(tensors, chunks.path)
+        self._require = [t.requires_grad for t in tensors]
         self.first = next_number()  # older nodes are those of captured tensors
         self._apart: tuple[int, Apart] | None = None
         # The frames that hold what has been recomputed: one, or one for each device,
@@ -105,7 +106,8 @@ class OwnGraph:
         """Return the tensors for recompute, unpacked once in each backward."""
         task = graph_task()
         if self._apart is None or self._apart[0] != task:
-            self._apart = task, Apart(self.chunks, self._saved.tensors())
+            tensors = self._saved.tensors()
+            self._apart = task, Apart(self.chunks, tensors, self._require)
         return self._apart[1]
 
 
@@ -182,6 +184,7 @@ class _Frame:
         if found is not None:
             self._given, self._older = found.given, found.older
             self._leaves = {id(leaf) for leaf in found.leaves}
+            self._watched += [(weakref.ref(leaf), stamp(leaf)) for leaf in found.leaves]
 
     def pack(self, tensor: Tensor) -> _Handle | Tensor:
         """Keep a handle instead of `tensor`."""

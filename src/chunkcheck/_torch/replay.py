@@ -10,6 +10,7 @@ import functools
 import operator
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +37,9 @@ from chunkcheck._torch.compat import (
     in_function_modes,
     private_device,
 )
+
+# What is replayed belongs to the process, or to modules that threads may share.
+_ONE_AT_A_TIME = threading.RLock()
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -173,6 +177,7 @@ class Record:
     random: Sequence[tuple[_Random, Any]] = ()
     buffers: Sequence[Snapshot] = ()
     context: AbstractContextManager[object] | None = None
+    training: Sequence[tuple[nn.Module, bool]] | None = None  # if not as at the start
 
 
 _NOTHING = Record()
@@ -201,6 +206,7 @@ class Replay:
         self._leaves = [(t, t.requires_grad) for t in reached.tensors if t.is_leaf]
         self._buffers = Buffers(reached.modules)
         self._first_states: list[Any] = []
+        self._draws = False
         self._states: list[Any] = []  # after the last run
         self.records: list[Record] = []
 
@@ -210,12 +216,15 @@ class Replay:
         The record is the last of `records`.
         """
         before = self._states or [source.get() for source in self._sources]
+        training = None
+        if any(module.training != was for module, was in self._training):
+            training = [(module, module.training) for module, _ in self._training]
         snapshots = self._buffers.snapshot()
         again = None
         if self._simple:
             result = f(*args, **kwargs)
         else:
-            context, again = (self._context_fn or _no_contexts)()
+            context, again = self._contexts()
             with self._own_casts(), context:
                 result = f(*args, **kwargs)
         self._states = [source.get() for source in self._sources]
@@ -229,8 +238,9 @@ class Replay:
         written = self._buffers.written(snapshots)
         if not self.records:
             self._first_states = before
-        if drawn or written or again is not None:
-            self.records.append(Record(drawn, written, again))
+        self._draws = self._draws or bool(drawn)
+        if drawn or written or again is not None or training is not None:
+            self.records.append(Record(drawn, written, again, training))
         else:
             self.records.append(_NOTHING)
         return result
@@ -272,28 +282,34 @@ class Replay:
                 need not be asked again for each chunk.
 
         """
-        if record is _NOTHING and not differs and not self._buffers.written_to:
+        changes = self._draws or self._buffers.written_to
+        if record is _NOTHING and not differs and not changes:
             return _AS_IT_IS
         return self._again(record)
 
     @contextmanager
     def _again(self, record: Record) -> Iterator[None]:
-        before = [(source, source.get()) for source, _ in record.random]
-        try:
-            for source, state in record.random:
-                source.set(state)
-            with ExitStack() as stack:
-                self._enter_common(stack)
-                for snapshot in self._buffers.of(record.buffers):
-                    stack.enter_context(snapshot.seen_again())
-                if record.context is not None:
-                    stack.enter_context(record.context)
-                yield
-        finally:
-            for source, state in before:
-                source.set(state)
+        with _ONE_AT_A_TIME:
+            # All sources, since `f` may seed one and so leave it as it was.
+            before = [(s, s.get()) for s in self._sources] if self._draws else []
+            try:
+                yield from self._seen(record)
+            finally:
+                for source, state in before:
+                    source.set(state)
 
-    def _enter_common(self, stack: ExitStack) -> None:
+    def _seen(self, record: Record) -> Iterator[None]:
+        for source, state in record.random:
+            source.set(state)
+        with ExitStack() as stack:
+            self._enter_common(stack, record)
+            for snapshot in self._buffers.of(record.buffers):
+                stack.enter_context(snapshot.seen_again())
+            if record.context is not None:
+                stack.enter_context(record.context)
+            yield
+
+    def _enter_common(self, stack: ExitStack, record: Record) -> None:
         """Enter what all first runs saw, where it is not so now."""
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(mode=False))
@@ -301,7 +317,7 @@ class Replay:
             stack.enter_context(self._ambient.instead_of(current))
         if self._casts:
             stack.enter_context(self._own_casts())
-        for module, training in self._training:
+        for module, training in record.training or self._training:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
@@ -309,6 +325,20 @@ class Replay:
             if leaf.requires_grad != wanted:
                 stack.callback(leaf.requires_grad_, leaf.requires_grad)
                 leaf.requires_grad_(wanted)
+
+    def _contexts(
+        self,
+    ) -> tuple[AbstractContextManager[object], AbstractContextManager[object] | None]:
+        if self._context_fn is None:
+            return _AS_IT_IS, None
+        contexts: object = self._context_fn()
+        match contexts:
+            case (AbstractContextManager() as first, AbstractContextManager() as again):
+                return first, again
+        raise TypeError(
+            "context_fn must return two context managers, for forward and recompute,"
+            f" found {contexts!r}"
+        )
 
     @contextmanager
     def _own_casts(self) -> Iterator[None]:
@@ -328,7 +358,3 @@ class Replay:
 
 
 _AS_IT_IS = nullcontext()
-
-
-def _no_contexts() -> tuple[AbstractContextManager[object], None]:
-    return _AS_IT_IS, None

@@ -78,6 +78,7 @@ class Tape:
     chunks: Runnable
     results: Results
     replay: Replay
+    require: list[bool]  # which of the tensors require a gradient
     used: set[int] = field(default_factory=set)  # which of the tensors
     captures: dict[int, Tensor] = field(default_factory=dict)  # by id
     traces: list[Trace] = field(default_factory=list)  # by chunk
@@ -85,6 +86,7 @@ class Tape:
     # The ids of leaves that a kept graph ends in: perhaps `f` made them.
     uncertain: set[int] = field(default_factory=set)
     large: bool = False  # whether any sum is
+    once: bool = False  # whether it has no derivative
     alike: bool = True  # whether all chunks use the same tensors
     # What the first chunk saved: what differs in each recompute differs there.
     fingerprint: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
@@ -135,6 +137,7 @@ class Tape:
             raise self.results.differs(chunk, OTHER_GRAPH)
         if (
             chunk == 0
+            and same  # else a compiler has made another graph of it
             and self.options.determinism_check != "none"
             and fingerprint(found.nodes) != self.fingerprint
         ):
