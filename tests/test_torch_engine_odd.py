@@ -61,11 +61,14 @@ class Once(torch.autograd.Function):
         return gradient * w, (gradient * x).sum(0)
 
 
+once: Any = Once.apply
+
+
 @both_paths
 def test_what_has_no_second_derivative_says_so(*, history: bool) -> None:
     _, shift = capture(CPU, history=history)
     w, x = rows(4), rows(8, 4)
-    y = in_chunks(lambda x: Once.apply(x.sin(), w) * shift, x)
+    y = in_chunks(lambda x: once(x.sin(), w) * shift, x)
     (got,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiate twice.*once_differentiable"):
         got.sum().backward()
