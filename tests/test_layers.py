@@ -31,6 +31,7 @@ LAYERS = [
     "chunkcheck._torch.joined",
     "chunkcheck._torch.results",
     "chunkcheck._torch.captures",
+    "chunkcheck._torch.suited",
     "chunkcheck._torch.buffers",
     "chunkcheck._torch.replay",
     "chunkcheck._torch.saved",

@@ -1,25 +1,23 @@
-"""The engine behind "auto" and "fused": chooses between its two ways, and says why.
+"""The engine behind "auto" and "fused": takes one of its two ways, and says why.
 
-Knows when either is exact. How they work is their business.
+How they work, and when the faster one is exact, is their business.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from chunkcheck._strategies import Fused
-from chunkcheck._torch.captures import Reached, reach
+from chunkcheck._torch.captures import reach
 from chunkcheck._torch.chunks import Chunks
-from chunkcheck._torch.compat import has_tensor_hooks
-from chunkcheck._torch.one_node import OneNode, UnsuitedError
+from chunkcheck._torch.one_node import OneNode
 from chunkcheck._torch.own_graph import OwnGraph
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
-from chunkcheck._torch.tensors import is_plain
+from chunkcheck._torch.suited import UnsuitedError, why_not_one_node
 
 _log = logging.getLogger("chunkcheck")
 
@@ -49,24 +47,3 @@ def run_fused(
         )
     results = Results(chunks.plan, out_dim, options.determinism_check)
     return OwnGraph(options, chunks, tensors, results, replay).run(tensors)
-
-
-def why_not_one_node(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
-    """Return why one node for all chunks would not be exact, as far as can be seen."""
-    if any(not is_plain(t) for t in tensors):
-        return "an argument is of a subclass of Tensor, sparse or nested"
-    if any(map(has_tensor_hooks, tensors)):
-        return "an argument has hooks, which must not see that it gets no gradient"
-    for t in reached.tensors:
-        if t.grad_fn is not None:
-            return "f captures a tensor that was computed from others"
-        if t.requires_grad and not is_plain(t):
-            return f"f captures a {type(t).__name__}"
-        if t.requires_grad and has_tensor_hooks(t):
-            return "f captures a tensor with hooks"
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        units = (fsdp.FullyShardedDataParallel, getattr(fsdp, "FSDPModule", ()))
-        if any(isinstance(module, units) for module in reached.modules):
-            return "f runs modules sharded by FSDP, which gather as they run"
-    return None

@@ -29,7 +29,6 @@ from chunkcheck._torch.captures import (
 )
 from chunkcheck._torch.compat import (
     graph_task,
-    has_tensor_hooks,
     hooks_muted,
     next_number,
     will_run,
@@ -38,17 +37,15 @@ from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
+from chunkcheck._torch.suited import (
+    UnsuitedError,
+    check_graph,
+    check_leaf,
+    differentiable,
+)
 from chunkcheck._torch.tape import LARGE, Runnable, Tape, Trace, nodes_since, requiring
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
-
-# Nodes that say themselves what they cannot do.
-_REENTRANT = ("CheckpointFunctionBackward",)  # be asked for single gradients
-_ONCE = ("torch::autograd::Error", "Error")  # be differentiated
-
-
-class UnsuitedError(Exception):
-    """`f` captures what this engine cannot treat exactly; says what."""
 
 
 class OneNode:
@@ -125,13 +122,13 @@ class OneNode:
         found = borders(requiring(values), given, first)
         if found is None or found.older:
             raise UnsuitedError("f captures a tensor that was computed from others")
-        if not chunk and any(node.name() in _REENTRANT for node in found.nodes):
-            raise UnsuitedError("f uses torch's reentrant checkpoint")
-        if self._derived and any(node.name() in _ONCE for node in found.nodes):
+        if chunk == 0:
+            check_graph(found.nodes)
+        if self._derived and not differentiable(found.nodes):
             tape.once = True
         new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]
         for leaf in () if self._derived else new:
-            _check_suited(leaf)
+            check_leaf(leaf)
         tape.results.put(values, chunk, connected=False)
         if chunk >= len(plan) - tape.options.keep_chunks:
             tape.kept[chunk] = given, values
@@ -394,12 +391,3 @@ def _deliver(call: OneNode) -> Tensor:
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _check_suited(leaf: Tensor) -> None:
-    if not is_plain(leaf):
-        raise UnsuitedError(f"f captures a {type(leaf).__name__}")
-    if has_tensor_hooks(leaf):
-        raise UnsuitedError("f captures a tensor with hooks")
-    if leaf.numel() and not leaf.untyped_storage().size():
-        raise UnsuitedError("f captures a parameter that is there only while it runs")

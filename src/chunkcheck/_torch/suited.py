@@ -1,0 +1,72 @@
+"""When one node for all chunks is exact: what `f` may capture and use.
+
+Knows leaves, nodes and modules. Knows nothing of chunks, nor what is done elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from chunkcheck._torch.captures import Reached
+from chunkcheck._torch.compat import has_tensor_hooks
+from chunkcheck._torch.tensors import is_plain
+
+
+class UnsuitedError(Exception):
+    """One node would not be exact; says why."""
+
+
+def why_not_one_node(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
+    """Return why one node for all chunks would not be exact, as far as can be seen."""
+    if any(not is_plain(t) for t in tensors):
+        return "an argument is of a subclass of Tensor, sparse or nested"
+    if any(map(has_tensor_hooks, tensors)):
+        return "an argument has hooks, which must not see that it gets no gradient"
+    for t in reached.tensors:
+        if t.grad_fn is not None:
+            return "f captures a tensor that was computed from others"
+        if t.requires_grad and not is_plain(t):
+            return f"f captures a {type(t).__name__}"
+        if t.requires_grad and has_tensor_hooks(t):
+            return "f captures a tensor with hooks"
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        units = (fsdp.FullyShardedDataParallel, getattr(fsdp, "FSDPModule", ()))
+        if any(isinstance(module, units) for module in reached.modules):
+            return "f runs modules sharded by FSDP, which gather as they run"
+    return None
+
+
+def check_leaf(leaf: Tensor) -> None:
+    """Check that a captured leaf can be an input of that node.
+
+    Raises:
+        UnsuitedError: It cannot.
+
+    """
+    if not is_plain(leaf):
+        raise UnsuitedError(f"f captures a {type(leaf).__name__}")
+    if has_tensor_hooks(leaf):
+        raise UnsuitedError("f captures a tensor with hooks")
+    if leaf.numel() and not leaf.untyped_storage().size():
+        raise UnsuitedError("f captures a parameter that is there only while it runs")
+
+
+def check_graph(nodes: Iterable[Node]) -> None:
+    """Check that the nodes of a chunk's graph can be asked for single gradients.
+
+    Raises:
+        UnsuitedError: One cannot.
+
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+        raise UnsuitedError("f uses torch's reentrant checkpoint")
+
+
+def differentiable(nodes: Iterable[Node]) -> bool:
+    """Whether no node stands for a derivative that is not there."""
+    return not any(node.name() in ("torch::autograd::Error", "Error") for node in nodes)
