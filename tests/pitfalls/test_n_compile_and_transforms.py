@@ -40,6 +40,11 @@ pytestmark = [
 
 Function = Callable[[Tensor], Tensor]
 
+# Traced, the recompute would be merged with the forward run and save nothing.
+BREAKS = (
+    "engine: torch.compile breaks its graph at a chunked call; fullgraph forbids it"
+)
+
 
 @pytest.fixture
 def dynamo() -> Any:
@@ -72,7 +77,7 @@ class Graphs:
 
 
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.xfail(strict=True, reason="engine: fullgraph")
+@pytest.mark.xfail(strict=True, reason=BREAKS)
 @strategies(without=("reentrant", "none", "own_checkpoint"))
 @both_paths
 def test_pytorch_97436_compile_fullgraph(
@@ -185,7 +190,7 @@ def test_pytorch_142862_compiled_autograd(
 
 # torch cannot go on after a graph break within a transform, whatever the break is for.
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.xfail(strict=True, reason="engine: fullgraph")
+@pytest.mark.xfail(strict=True, reason=BREAKS)
 @transformed
 def test_pytorch_193279_compiled_func_grad(
     strategy: Strategy, device: torch.device

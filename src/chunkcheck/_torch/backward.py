@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from chunkcheck._torch.captures import alive
 from chunkcheck._torch.compat import (
     LEAF_NUMBER,
     gradients,
-    has_tensor_hooks,
     hooks_muted,
     number,
 )
@@ -31,7 +29,7 @@ class Backward:
     """One backward through all chunks.
 
     Args:
-        tape: What is known of the tape.
+        tape: What is known of the call.
         tensors: Its tensors.
         given: The gradients of the result's leaves, by column.
         wanted: Which of the tensors, and of the captures after them, get gradients.
@@ -76,8 +74,7 @@ class Backward:
     def gradients(self) -> dict[int, Tensor | None]:
         """Return the gradients of what is wanted."""
         tape = self._tape
-        hooked = any(map(has_tensor_hooks, self._captures))  # since forward
-        with hooks_muted(self._captures) if hooked else nullcontext():
+        with hooks_muted(self._captures):  # which are there since forward
             # What is kept first: it is freed on the way.
             kept = tape.take_kept()
             done = set(kept)

@@ -288,8 +288,8 @@ def check_unchanged(
 
     Args:
         tensors: The tensors.
-        f: What captures them.
         replayed: The ids of those that recompute sees as they were.
+        f: What captures them.
 
     Raises:
         RuntimeError: One was.

@@ -101,15 +101,6 @@ class Chunks:
         values, tree = flatten(result)
         return tree, values
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return for each tensor that is cut the pieces of all chunks.
-
-        One split for all: the backward of a slice per chunk would fill a zero tensor of
-        the whole size each time, which is quadratic in their number.
-        """
-        size = self.plan.size
-        return [t.split(size, dim) for t, dim in zip(tensors, self.dims, strict=False)]
-
     def as_contiguous(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return the pieces of the chunked tensors, as contiguous as their wholes."""
         return list(map(as_contiguous, pieces, self._formats))

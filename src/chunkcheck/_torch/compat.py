@@ -165,6 +165,9 @@ def hooks_muted(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     torch runs the hooks of a tensor whenever its gradient is asked for.
     """
+    if not any(map(has_tensor_hooks, tensors)):
+        yield
+        return
     with _MUTING:  # so that no two take them away, and one gives back none
         hooks = [(t, t._backward_hooks) for t in tensors if has_tensor_hooks(t)]  # noqa: SLF001
         for tensor, _ in hooks:

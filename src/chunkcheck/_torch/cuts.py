@@ -15,7 +15,7 @@ from torch import Tensor
 from chunkcheck._torch.compat import graph_task
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
 from chunkcheck._torch.tape import Runnable
-from chunkcheck._torch.tensors import alias, dense_strides, is_plain, stub
+from chunkcheck._torch.tensors import alias, cut, dense_strides, is_plain, stub
 
 
 class Apart:
@@ -34,7 +34,7 @@ class Apart:
         self._chunks = chunks
         self._require = require
         detached = [t.detach() for t in tensors]
-        self._pieces = chunks.pieces(detached)
+        self._pieces = cut(detached, chunks.dims, chunks.plan.size)
         self._whole = detached[len(self._pieces) :]
 
     def given(self, chunk: int) -> list[Tensor]:
@@ -88,8 +88,8 @@ class InPlace:
             alias(parts[chunk]) if gather is None else gather.alias(parts[chunk], chunk)
             for parts, gather in self._parts
         ]
-        cut = len(self._chunks.dims)
-        return [*self._chunks.as_contiguous(parts[:cut]), *parts[cut:]]
+        count = len(self._chunks.dims)
+        return [*self._chunks.as_contiguous(parts[:count]), *parts[count:]]
 
 
 class _Gather:

@@ -14,8 +14,8 @@ from torch import Tensor
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import transforms_active
 from chunkcheck._torch.cuts import Apart
-from chunkcheck._torch.results import Results
-from chunkcheck._torch.tensors import alias, detached, is_tensor
+from chunkcheck._torch.results import Results, recompute_error
+from chunkcheck._torch.tensors import alias, cut, detached, is_tensor
 from chunkcheck._tree import Tree, align
 from chunkcheck._typing import ChunkStrategy
 
@@ -25,14 +25,14 @@ def run_loop(
 ) -> object:
     """Return the result of all chunks, each of them run by `execute`."""
     results = Results(chunks.plan, out_dim)
-    cut: Apart | _Split
+    pieces: Apart | _Split
     if torch.is_grad_enabled() or transforms_active():
-        cut = _Split(chunks, tensors)
+        pieces = _Split(chunks, tensors)
     else:  # an `f` that turns grad mode on, to get forces from energies, needs leaves
-        cut = Apart(chunks, tensors, [t.requires_grad for t in tensors])
+        pieces = Apart(chunks, tensors, [t.requires_grad for t in tensors])
     for index in range(len(chunks.plan)):
         chunk = _Chunk(chunks, index)
-        tree, values = chunk.result(execute(chunk, *cut.given(index)))
+        tree, values = chunk.result(execute(chunk, *pieces.given(index)))
         values = results.accept(tree, values, index)
         results.put(values, index)
     return results.rebuilt(results.join(tensors))
@@ -43,7 +43,7 @@ class _Split:
 
     def __init__(self, chunks: Chunks, tensors: Sequence[Tensor]) -> None:
         self._whole = tensors[len(chunks.dims) :]
-        self._pieces = chunks.pieces(tensors)
+        self._pieces = cut(tensors, chunks.dims, chunks.plan.size)
 
     def given(self, chunk: int) -> list[Tensor]:
         return [*(pieces[chunk] for pieces in self._pieces), *self._whole]
@@ -66,7 +66,7 @@ class _Chunk:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run `f` and return the tensor leaves of its result."""
-        chunks, cut = self._chunks, len(self._chunks.dims)
+        chunks, count = self._chunks, len(self._chunks.dims)
         if len(tensors) != chunks.count:
             raise TypeError(
                 f"the strategy called f with {len(tensors)} tensors instead of the"
@@ -74,16 +74,14 @@ class _Chunk:
             )
         # Forward and recompute get the same tensors: a hook that `f` registers on one
         # in both would act twice.
-        given = [*chunks.as_contiguous(tensors[:cut]), *tensors[cut:]]
+        given = [*chunks.as_contiguous(tensors[:count]), *tensors[count:]]
         tree, values = chunks.run(self._index, list(map(alias, given)))
         if self._tree is not None:  # a recompute, which must give what forward gave
             try:
                 values = align(self._tree, tree, values, "result")
             except ValueError as error:
-                raise RuntimeError(
-                    f"the recompute of {chunks.plan.describe(self._index)} gave another"
-                    f" result: {error}; f must do the same in forward and in recompute"
-                ) from None
+                how = f"gave another result: {error}"
+                raise recompute_error(chunks.plan, self._index, how) from None
         else:
             self._tree = tree
         self._others = [_TENSOR if is_tensor(value) else value for value in values]

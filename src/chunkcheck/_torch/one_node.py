@@ -265,11 +265,6 @@ class _Derivative:
             return self._tape.chunks.path(index if index < cut else whole)
         return "the gradient of a result"
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return for each tensor that is cut the pieces of all chunks."""
-        size = self.plan.size
-        return [t.split(size, dim) for t, dim in zip(tensors, self.dims, strict=False)]
-
     def as_contiguous(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return the pieces of one chunk, as contiguous as their wholes."""
         chunks = self._tape.chunks

@@ -315,8 +315,7 @@ class Replay:
             stack.enter_context(torch.inference_mode(mode=False))
         if (current := _Ambient.now()) != self._ambient:
             stack.enter_context(self._ambient.instead_of(current))
-        if self._casts:
-            stack.enter_context(self._own_casts())
+        stack.enter_context(self._own_casts())
         for module, training in record.training or self._training:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)

@@ -44,6 +44,14 @@ class Column:
     sum: Sum | None = None
 
 
+def recompute_error(plan: Plan, chunk: int, how: str) -> RuntimeError:
+    """Return the error that says how the recompute of a chunk differs from forward."""
+    return RuntimeError(
+        f"the recompute of {plan.describe(chunk)} {how}; f must do the same in forward"
+        " and in recompute"
+    )
+
+
 class Results:
     """The results of the chunks so far."""
 
@@ -209,10 +217,7 @@ class Results:
 
     def differs(self, chunk: int, how: str) -> RuntimeError:
         """Return the error that says how a recompute differs from forward."""
-        return RuntimeError(
-            f"the recompute of {self._name(chunk)} {how}; f must do the same in forward"
-            " and in recompute"
-        )
+        return recompute_error(self._plan, chunk, how)
 
     def _name(self, chunk: int) -> str:
         return self._plan.describe(chunk)

@@ -61,10 +61,6 @@ class Runnable(Protocol):
         """Return the result for one chunk, taken apart."""
         ...
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return for each tensor that is cut the pieces of all chunks."""
-        ...
-
     def as_contiguous(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return the pieces of one chunk, as contiguous as their wholes."""
         ...
@@ -125,7 +121,7 @@ class Tape:
         same = nodes_since(first) == self.made[chunk]
         values = self.results.check_again(tree, values, chunk)
         trace = self.traces[chunk]
-        if trace[0] != [is_tensor(v) and v.requires_grad for v in values]:
+        if trace[0] != _required(values):
             how = "gave results of which others require a gradient"
             raise self.results.differs(chunk, how)
         # A parameter that was replaced shows in the first chunk. Experts of which each
@@ -148,7 +144,7 @@ class Tape:
     def trace(self, values: Sequence[object], found: Borders) -> Trace:
         """Return what forward and recompute must have in common."""
         return (
-            [is_tensor(v) and v.requires_grad for v in values],
+            _required(values),
             found.given,
             {id(leaf) for leaf in found.leaves if id(leaf) in self.captures}
             - self.uncertain,
@@ -159,6 +155,11 @@ def nodes_since(first: int | None) -> int:
     """Return how many nodes this thread made since `next_number` returned `first`."""
     last = next_number()
     return -1 if first is None or last is None else last - first
+
+
+def _required(values: Sequence[object]) -> list[bool]:
+    """Return which of some leaves require a gradient."""
+    return [is_tensor(v) and v.requires_grad for v in values]
 
 
 def requiring(values: Sequence[object]) -> list[Tensor]:

@@ -53,6 +53,17 @@ def memory_format(tensor: Tensor) -> torch.memory_format | None:
     return None
 
 
+def cut(
+    tensors: Sequence[Tensor], dims: Sequence[int], size: int
+) -> list[tuple[Tensor, ...]]:
+    """Return the pieces of the first tensors, for each of which there is a dim.
+
+    One split for all pieces: the backward of a slice for each would fill a zero tensor
+    of the whole size each time, which is quadratic in their number.
+    """
+    return [t.split(size, dim) for t, dim in zip(tensors, dims, strict=False)]
+
+
 def as_contiguous(tensor: Tensor, layout: torch.memory_format | None) -> Tensor:
     """Return `tensor` itself if it is contiguous in `layout`, else a copy that is."""
     return tensor if layout is None else tensor.contiguous(memory_format=layout)
