@@ -224,7 +224,8 @@ def borders(
                     seen.add(other)
                     nodes.append(other)
         elif position == LEAF_NUMBER:
-            ends += [node.variable] if hasattr(node, "variable") else []
+            if (variable := getattr(node, "variable", None)) is not None:
+                ends.append(variable)
         elif node in own_nodes:
             found.given.add(own_nodes[node])
         else:
