@@ -635,7 +635,6 @@ def test_a_recompute_with_another_structure(strategy: Strategy) -> None:
         ({"batch_dim": (0, 0)}, ValueError, "args is a tuple of 1"),
         ({"batch_dim": None}, ValueError, "no tensor is chunked"),
         ({"out_dim": "max"}, TypeError, "out_dim must be an int, None, 'sum', 'mean'"),
-        ({"out_dim": "sum"}, NotImplementedError, "not available yet"),
         ({"strategy": None}, TypeError, "strategy is None"),
         ({"strategy": "fussed"}, ValueError, "'fussed' is none of"),
     ],

@@ -218,9 +218,17 @@ def test_check_rows_never_broadcasts() -> None:
 
 
 @pytest.mark.parametrize("name", ["sum", "mean"])
-def test_reductions_say_that_they_are_not_there_yet(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"out_dim\[1\] is '(sum|mean)'"):
-        check_out_dim((0, name), plan((6, 2), size=2))
+def test_reductions_need_no_shared_dim(name: str) -> None:
+    p = plan_arguments([leaf((4, 2), 0), leaf((2, 4), 1)], 2)
+    check_out_dim((0, name), p)
+    check_out_dim({"loss": name}, p)
+
+
+def test_weights_are_shares_of_the_rows() -> None:
+    p = plan((10, 2), size=4)
+    assert [p.weight(chunk) for chunk in range(3)] == [0.4, 0.4, 0.2]
+    assert plan((10, 2), size=10).weight(0) == 1
+    assert plan((0, 2), size=4).weight(0) == 1
 
 
 @pytest.mark.parametrize("value", ["max", True, 0.5, (0, "max"), {"a": [1.0]}])

@@ -46,9 +46,12 @@ def chunk_and_checkpoint(
             may be nested as its argument is. Negative dims count from the end. `None`
             passes tensors whole, with gradients: write it for weights, since any tensor
             whose size is that of the batch is cut. So does a size of 1 along the dim.
-        out_dim: How the result is joined: an int, `None` for a leaf that is the same in
-            all chunks, or a tree of these with the shape of the result. `"auto"` is the
-            batch dim that all chunked arguments share.
+        out_dim: How the result is put together: an int joins along that dim; `"sum"`
+            adds up what the chunks give, such as sums over rows and counts; `"mean"`
+            averages it weighted by rows, which is exact for a mean over all rows of a
+            chunk; `None` is for a leaf that is the same in all chunks. Or a tree of
+            these with the shape of the result. `"auto"` is the batch dim that all
+            chunked arguments share.
         strategy: How a chunk is run so that backward can redo it: an instance such as
             `NonReentrant(preserve_rng_state=False)`, the name of one, or a callable
             `(f, *tensors) -> tuple of tensors`. Not used where no gradient is needed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from chunkcheck._tree import Entry, step
 
@@ -53,6 +53,11 @@ class Plan:
     def equal_chunks(self) -> bool:
         """Whether there are several chunks, all with the same number of rows."""
         return self.size < self.rows and self.rows % self.size == 0
+
+    def weight(self, chunk: int) -> float:
+        """Return the part of the rows that is in a chunk; 1 for one that has all."""
+        start, stop = self.bounds(chunk)
+        return (stop - start) / self.rows if self.rows else 1.0
 
     def describe(self, chunk: int) -> str:
         """Return the name of one chunk."""
@@ -159,12 +164,17 @@ def _batch_dim(leaf: Leaf) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """How one result leaf is put together: joined, summed, or the first chunk's."""
+    """How one result leaf is put together: joined, reduced, or the first chunk's."""
 
     path: str
     dim: int | None
     tensor: bool
-    sums: bool = False
+    reduction: Literal["sum", "mean"] | None = None
+
+    @property
+    def only_first(self) -> bool:
+        """Whether the whole is what the first chunk gave."""
+        return self.dim is None and self.reduction is None
 
 
 def check_out_dim(out_dim: object, plan: Plan, where: str = "out_dim") -> None:
@@ -173,7 +183,6 @@ def check_out_dim(out_dim: object, plan: Plan, where: str = "out_dim") -> None:
     Raises:
         TypeError: An entry is no int, None, "sum", "mean" or "auto".
         ValueError: It is "auto" for the whole result, and no dim is shared.
-        NotImplementedError: A reduction, which this version does not have yet.
 
     """
     if isinstance(out_dim, Mapping):
@@ -182,11 +191,6 @@ def check_out_dim(out_dim: object, plan: Plan, where: str = "out_dim") -> None:
     elif isinstance(out_dim, tuple | list):
         for index, value in enumerate(out_dim):
             check_out_dim(value, plan, step(where, index))
-    elif out_dim in ("sum", "mean"):
-        raise NotImplementedError(
-            f"{where} is {out_dim!r}: reductions over chunks are not available yet;"
-            " join per-row results and reduce them outside"
-        )
     elif out_dim == "auto":
         if plan.shared_dim is None:
             raise ValueError(
@@ -194,7 +198,7 @@ def check_out_dim(out_dim: object, plan: Plan, where: str = "out_dim") -> None:
                 " which dim the result is joined, and None for what does not depend on"
                 " the rows"
             )
-    else:
+    elif out_dim not in ("sum", "mean"):
         _checked_dim(out_dim, where, "an int, None, 'sum', 'mean' or 'auto'")
 
 
@@ -202,7 +206,7 @@ def plan_results(leaves: Sequence[Leaf], plan: Plan, rows: int) -> tuple[Join, .
     """Return how each result leaf is joined, from the leaves of a chunk of `rows` rows.
 
     Raises:
-        TypeError: An explicit int stands at a leaf that is no tensor.
+        TypeError: An explicit int or a reduction stands at a leaf that is no tensor.
         ValueError: A leaf cannot be joined as asked, or it is not clear how.
 
     """
@@ -212,15 +216,20 @@ def plan_results(leaves: Sequence[Leaf], plan: Plan, rows: int) -> tuple[Join, .
 def _plan_result(leaf: Leaf, plan: Plan, rows: int) -> Join:
     value, where = leaf.entry.value, leaf.entry.where
     if leaf.shape is None or leaf.absent:
-        if value not in (None, "auto") and leaf.entry.exact and not leaf.absent:
+        reduced = value in ("sum", "mean")
+        if not leaf.absent and (
+            reduced or (value not in (None, "auto") and leaf.entry.exact)
+        ):
+            remedy = ", or return a tensor if chunks are to be added" if reduced else ""
             raise TypeError(
-                f"{leaf.path} is no tensor, but {where} is {value}: write None there"
+                f"{leaf.path} is no tensor, but {where} is {value!r}: write None there"
+                f"{remedy}"
             )
         return Join(leaf.path, None, tensor=False)
     if value == "auto":
         return Join(leaf.path, _default_dim(leaf, leaf.shape, plan, rows), tensor=True)
-    if value == "sum":
-        return Join(leaf.path, None, tensor=True, sums=True)
+    if value in ("sum", "mean"):
+        return Join(leaf.path, None, tensor=True, reduction=value)
     dim = _checked_dim(value, where, "an int or None")
     if dim is not None:
         dim = _join_dim(leaf, leaf.shape, dim)
@@ -230,9 +239,9 @@ def _plan_result(leaf: Leaf, plan: Plan, rows: int) -> Join:
 def _join_dim(leaf: Leaf, shape: Shape, dim: int) -> int:
     if not shape:
         raise ValueError(
-            f"{leaf.path} is 0-dimensional and cannot be joined along dim {dim}: return"
-            " one entry per row and reduce the joined tensor; to reduce over the"
-            " chunks, use out_dim='sum' or 'mean' once they are available"
+            f"{leaf.path} is 0-dimensional and cannot be joined along dim {dim}: use"
+            " out_dim='sum' or 'mean', as f does over its rows, or return one entry per"
+            " row"
         )
     return _normalized(leaf, shape, dim, "write the dim that holds the rows")
 

@@ -22,7 +22,7 @@ from chunkcheck._torch.compat import (
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
 from chunkcheck._torch.tape import LARGE, OTHER_GRAPH, Kept, Tape
-from chunkcheck._torch.tensors import dense_strides, is_tensor
+from chunkcheck._torch.tensors import dense_strides
 
 
 class Backward:
@@ -47,10 +47,13 @@ class Backward:
         self._differs = tape.replay.differs()
         self._cut = Apart(tape.chunks, tensors, tape.require)
         plan, dims = tape.chunks.plan, tape.chunks.dims
-        self._parts = {
-            column: tape.results.parts(column, gradient)
-            for column, gradient in given.items()
+        joins = {c: tape.results.columns[c].join for c in given}
+        self._of_joined = {
+            c: given[c].split(plan.size, join.dim)
+            for c, join in joins.items()
+            if join.dim is not None
         }
+        self._of_others = {c: given[c] for c in given if c not in self._of_joined}
         sources = [*tensors, *tape.captures.values()]
         asked = tape.options.accumulate_dtype
         self._totals: dict[int, Gradient] = {
@@ -119,12 +122,9 @@ class Backward:
         self, chunk: int, values: Sequence[object]
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the results of a chunk that get a gradient, each with its own."""
-        return [
-            (value, part[chunk])
-            for column, part in self._parts.items()
-            if chunk < len(part) and is_tensor(value := values[column])
-            if value.requires_grad
-        ]
+        of_results = {c: parts[chunk] for c, parts in self._of_joined.items()}
+        of_results.update(self._of_others)
+        return self._tape.results.ends(values, chunk, of_results)
 
     def _add(
         self,

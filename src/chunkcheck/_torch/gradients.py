@@ -7,7 +7,6 @@ the gradients of the chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -51,10 +50,12 @@ class Rows:
             self._places = self._whole.split(self._size, self._dim)
             self._missing = set(range(len(self._places)))
         if self._whole is not None and not gradient.requires_grad:
-            with suppress(RuntimeError):  # sparse, or wrapped by vmap where it is not
+            try:
                 self._places[chunk].copy_(gradient)
                 self._missing.discard(chunk)
                 return
+            except RuntimeError:  # sparse, or wrapped by vmap where the whole is not
+                pass
         self._parts[chunk] = gradient
 
     def total(self) -> Tensor | None:
@@ -82,7 +83,7 @@ class Rows:
 
 
 class Sum:
-    """The gradient of a tensor that every chunk sees whole.
+    """The gradient of a tensor that every chunk sees whole, or another such sum.
 
     Args:
         dtype: What to sum in, if that is wider than the gradients are.
@@ -100,23 +101,30 @@ class Sum:
         """Whether it sums in a wider dtype than the gradients have."""
         return self._dtype is not None
 
-    def add(self, _chunk: int, gradient: Tensor) -> None:
-        """Add the gradient of one chunk."""
+    def add(self, _chunk: int, gradient: Tensor, *, weight: float = 1) -> None:
+        """Add what one chunk gives, times a weight, to the sum."""
         total = self._total
         if total is None:
             self._result_dtype = gradient.dtype
             self._in_place = _is_own(gradient)
             # A copy, for it may be a view of what is not ours.
             wide = self._dtype or gradient.dtype
-            self._total = gradient.to(wide, copy=self._in_place)
+            first = gradient.to(wide, copy=self._in_place)
+            self._total = first if weight == 1 else first * weight
             return
         if self._in_place and not gradient.requires_grad:
-            with suppress(RuntimeError):  # wrapped by vmap where the sum is not
-                total.add_(gradient)
+            try:
+                total.add_(gradient, alpha=weight)
                 return
+            except RuntimeError:  # wrapped by vmap where the sum is not
+                pass
         # The sum of a sparse tensor and a dense one is defined in one order only.
         sparse_first = not is_plain(total) and is_plain(gradient)
-        self._total = gradient + total if sparse_first else total + gradient
+        self._total = (
+            gradient * weight + total
+            if sparse_first
+            else torch.add(total, gradient, alpha=weight)
+        )
         self._in_place = False
 
     def total(self) -> Tensor | None:

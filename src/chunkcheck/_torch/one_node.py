@@ -303,12 +303,7 @@ class _Derivative:
         of_results = dict(zip(self._cut, tensors[cut:after], strict=True))
         of_results.update(zip(self._whole, tensors[after + count - cut :], strict=True))
         values, _ = tape.recompute(chunk, given, differs=self._differs)
-        ends = [
-            (value, gradient)
-            for column, gradient in of_results.items()
-            if is_tensor(value := values[column]) and value.requires_grad
-            if chunk == 0 or not tape.results.only_first(column)
-        ]
+        ends = tape.results.ends(values, chunk, of_results)
         sources = [*given, *tape.captures.values()]
         inputs = [sources[i] for i in self._wanted]
         captures = list(tape.captures.values())

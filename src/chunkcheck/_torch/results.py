@@ -5,8 +5,8 @@ Knows trees, plans and tensors. Knows nothing of how the chunks were run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,6 +42,8 @@ class Column:
     value: object = None  # under out_dim None: the first chunk's
     parts: Joined | None = None
     sum: Sum | None = None
+    # Of a reduced leaf under `determinism_check="values"`, what each chunk gave.
+    copies: list[Tensor] = field(default_factory=list)
 
 
 def recompute_error(plan: Plan, chunk: int, how: str) -> RuntimeError:
@@ -75,7 +77,8 @@ class Results:
         """Check the result of one chunk, and return its leaves in the first's order.
 
         Raises:
-            TypeError, ValueError: It cannot be joined, or does not fit the first one.
+            TypeError, ValueError: It cannot be joined or reduced, or does not fit the
+                first one.
 
         """
         if not self._first:
@@ -91,6 +94,7 @@ class Results:
                     check_rows(
                         column.join, column.first.shape, stop - start, self._first
                     )
+                    _check_reduction(column.join, column.first.dtype)
         return self.checked(tree, values, chunk)
 
     def put(
@@ -110,10 +114,13 @@ class Results:
                 if column.parts is None:
                     column.parts = Joined(value, join.dim, self._plan)
                 column.parts.add(value, chunk, connected=connected)
-            elif is_tensor(value) and join.sums:
+            elif is_tensor(value) and join.reduction:
                 if column.sum is None:
                     column.sum = Sum(sum_dtype(self._sum_dtype, value.dtype))
-                column.sum.add(chunk, value if connected else value.detach())
+                if self._check == "values":
+                    column.copies.append(value.detach().clone())
+                given = value if connected else value.detach()
+                column.sum.add(chunk, given, weight=self._weight(join, chunk))
             elif chunk == 0:
                 column.value = (
                     value.detach() if is_tensor(value) and not connected else value
@@ -155,10 +162,11 @@ class Results:
             value, column.value = column.value, None
             parts, column.parts = column.parts, None
             if parts is not None:
-                value = parts.tensor()
-            elif column.sum is not None:
+                leaves.append(parts.tensor())
+                continue
+            if column.sum is not None:
                 value, column.sum = column.sum.total(), None
-            elif is_tensor(value) and any(share_storage(value, a) for a in arguments):
+            if is_tensor(value) and any(share_storage(value, a) for a in arguments):
                 value = value.clone()
             leaves.append(value)
         if self._check == "values":
@@ -167,18 +175,30 @@ class Results:
             ]
         return leaves
 
-    def parts(self, column: int, gradient: Tensor) -> Sequence[Tensor]:
-        """Return what each chunk gets of the gradient of one leaf of the whole."""
-        join = self.columns[column].join
-        if join.dim is not None:
-            parts: Sequence[Tensor] = gradient.split(self._plan.size, join.dim)
-            return parts
-        return [gradient] * (1 if self.only_first(column) else len(self._plan))
+    def ends(
+        self, values: Sequence[object], chunk: int, gradients: Mapping[int, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the leaves of a chunk that get a gradient, each with its own.
 
-    def only_first(self, column: int) -> bool:
-        """Whether one leaf of the whole is that of the first chunk."""
-        join = self.columns[column].join
-        return join.dim is None and not join.sums
+        Args:
+            values: The leaves.
+            chunk: The chunk.
+            gradients: Those of the whole's leaves, by column; of a joined one that
+                part that is this chunk's.
+
+        """
+        found = []
+        for index, gradient in gradients.items():
+            join, value = self.columns[index].join, values[index]
+            if not is_tensor(value) or not value.requires_grad:
+                continue
+            if not (chunk and join.only_first):
+                weight = self._weight(join, chunk)
+                found.append((value, gradient if weight == 1 else gradient * weight))
+        return found
+
+    def _weight(self, join: Join, chunk: int) -> float:
+        return self._plan.weight(chunk) if join.reduction == "mean" else 1
 
     def rebuilt(self, leaves: Iterable[object]) -> object:
         """Return the whole result, given its leaves."""
@@ -207,8 +227,12 @@ class Results:
             self.columns, values, self._copies, strict=True
         ):
             dim = column.join.dim
-            if is_tensor(value) and is_tensor(whole) and (dim is not None or not start):
-                here = whole if dim is None else whole.narrow(dim, start, stop - start)
+            if not is_tensor(value) or not is_tensor(whole):
+                continue
+            if not (chunk and column.join.only_first):
+                here = column.copies[chunk] if column.copies else whole
+                if dim is not None:
+                    here = whole.narrow(dim, start, stop - start)
                 try:
                     torch.testing.assert_close(value.detach(), here, equal_nan=True)
                 except AssertionError as error:
@@ -244,12 +268,28 @@ class Results:
                 f"{join.path} is {_describe(first)} for {self._first}, but"
                 f" {_describe(here)} for {self._name(chunk)}: "
                 + (
-                    "a result without a batch dim must be the same in all chunks;"
+                    "chunks are joined along one dim and agree in all else"
+                    if join.dim is not None
+                    else "a result that is reduced over the chunks has the same shape"
+                    " and dtype in all of them; reduce over the rows inside f"
+                    if join.reduction
+                    else "a result without a batch dim must be the same in all chunks;"
                     " return it as a tensor of one entry per row, or compute it outside"
-                    if join.dim is None
-                    else "chunks are joined along one dim and agree in all else"
                 )
             )
+
+
+def _check_reduction(join: Join, dtype: torch.dtype) -> None:
+    if join.reduction == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(
+            f"{join.path} is of {dtype}, which has no mean: use out_dim='sum', or"
+            " convert it to a floating dtype"
+        )
+    if join.reduction == "sum" and dtype == torch.bool:
+        raise TypeError(
+            f"{join.path} is of torch.bool, which does not add up: count in f by"
+            " .sum(), which gives integers"
+        )
 
 
 def _kind(value: object) -> object:
