@@ -50,7 +50,9 @@ def own_checkpoint(
     return results
 
 
-STRATEGIES: tuple[Strategy, ...] = (*get_args(StrategyName), own_checkpoint)
+# Those that can do whatever plain `f` does.
+GENERAL = [name for name in get_args(StrategyName) if name != "grad_in_forward"]
+STRATEGIES: tuple[Strategy, ...] = (*GENERAL, own_checkpoint)
 
 
 def strategies(

@@ -3,6 +3,7 @@
 from chunkcheck._api import chunk_and_checkpoint as chunk_and_checkpoint
 from chunkcheck._api import chunked as chunked
 from chunkcheck._strategies import Fused as Fused
+from chunkcheck._strategies import GradInForward as GradInForward
 from chunkcheck._strategies import NoCheckpoint as NoCheckpoint
 from chunkcheck._strategies import NonReentrant as NonReentrant
 from chunkcheck._strategies import Reentrant as Reentrant
@@ -12,6 +13,7 @@ from chunkcheck._typing import ChunkStrategy as ChunkStrategy
 __all__ = [
     "ChunkStrategy",
     "Fused",
+    "GradInForward",
     "NoCheckpoint",
     "NonReentrant",
     "Reentrant",
@@ -25,6 +27,7 @@ __version__ = "0.2.0.dev0"
 for _public in (
     ChunkStrategy,
     Fused,
+    GradInForward,
     NoCheckpoint,
     NonReentrant,
     Reentrant,

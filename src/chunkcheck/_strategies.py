@@ -77,13 +77,7 @@ class Fused:
             )
         _check_context_fn(self.context_fn)
         _check_generators(self.generators)
-        asked = self.accumulate_dtype
-        floating = getattr(asked, "is_floating_point", False)
-        if asked not in ("auto", None) and not floating:
-            raise TypeError(
-                "accumulate_dtype must be a floating dtype such as torch.float32,"
-                f" 'auto' or None, found {asked!r}"
-            )
+        _check_dtype(self.accumulate_dtype)
         if isinstance(self.keep_chunks, bool) or not isinstance(self.keep_chunks, int):
             raise TypeError(
                 f"keep_chunks must be an int, found {self.keep_chunks!r} of type"
@@ -93,6 +87,50 @@ class Fused:
             raise ValueError(
                 f"keep_chunks must be 0 or more chunks, found {self.keep_chunks}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradInForward:
+    """Compute the gradients of a loss in forward, chunk by chunk: no recompute.
+
+    For an `f` of which one result requires a gradient: one number per chunk, reduced by
+    `out_dim="sum"` or `"mean"`. Forward takes the gradients of all inputs and captured
+    parameters from each chunk's graph and drops it; backward multiplies them by the
+    gradient that comes in, so any scale or further use of the loss is right. What else
+    `f` returns, such as counts, must not require a gradient: detach it.
+
+    It costs the gradients' memory from forward to backward, and their time even if
+    backward never comes; under `torch.no_grad` only the value is computed. Changing a
+    parameter between forward and backward does no harm. What it cannot do raises:
+    `create_graph=True`, `torch.func`, and an `f` that captures a tensor that was
+    computed from others (pass it as an argument).
+
+    Attributes:
+        accumulate_dtype: As in `Fused`; the loss itself is added up so, too.
+
+    Raises:
+        TypeError: `accumulate_dtype` is no floating dtype.
+
+    Example:
+        >>> import torch
+        >>> from chunkcheck import GradInForward, chunk_and_checkpoint
+        >>> head = torch.nn.Linear(8, 1000)
+        >>> def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ...     return torch.nn.functional.cross_entropy(head(x), target)
+        >>> x, target = torch.randn(10, 8), torch.randint(1000, (10,))
+        >>> mean = chunk_and_checkpoint(
+        ...     loss, x, target, chunk_size=4, out_dim="mean", strategy=GradInForward()
+        ... )
+        >>> mean.backward()
+        >>> head.weight.grad.shape
+        torch.Size([1000, 8])
+
+    """
+
+    accumulate_dtype: torch.dtype | Literal["auto"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.accumulate_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +217,15 @@ def _check_generators(generators: object) -> None:
         )
 
 
+def _check_dtype(asked: object) -> None:
+    floating = getattr(asked, "is_floating_point", False)
+    if asked not in ("auto", None) and not floating:
+        raise TypeError(
+            "accumulate_dtype must be a floating dtype such as torch.float32,"
+            f" 'auto' or None, found {asked!r}"
+        )
+
+
 def _check_context_fn(context_fn: object) -> None:
     if context_fn is not None and not callable(context_fn):
         raise TypeError(
@@ -187,13 +234,18 @@ def _check_context_fn(context_fn: object) -> None:
         )
 
 
-BuiltinStrategy: TypeAlias = Fused | NonReentrant | Reentrant | NoCheckpoint
+BuiltinStrategy: TypeAlias = (
+    Fused | GradInForward | NonReentrant | Reentrant | NoCheckpoint
+)
 Strategy: TypeAlias = BuiltinStrategy | ChunkStrategy
-StrategyName: TypeAlias = Literal["auto", "fused", "non_reentrant", "reentrant", "none"]
+StrategyName: TypeAlias = Literal[
+    "auto", "fused", "grad_in_forward", "non_reentrant", "reentrant", "none"
+]
 
 _BY_NAME: dict[StrategyName, BuiltinStrategy] = {
     "auto": Fused(fall_back=True),
     "fused": Fused(),
+    "grad_in_forward": GradInForward(),
     "non_reentrant": NonReentrant(),
     "reentrant": Reentrant(),
     "none": NoCheckpoint(),

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from chunkcheck._torch.captures import alive
-from chunkcheck._torch.compat import (
-    LEAF_NUMBER,
-    gradients,
-    hooks_muted,
-    number,
-)
+from chunkcheck._torch.compat import gradients, hooks_muted
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
-from chunkcheck._torch.tape import LARGE, OTHER_GRAPH, Kept, Tape
+from chunkcheck._torch.products import add_gradients
+from chunkcheck._torch.tape import OTHER_GRAPH, Kept, Tape
 from chunkcheck._torch.tensors import dense_strides
 
 
@@ -65,14 +59,7 @@ class Backward:
         self._given = [i for i in wanted if i < len(tensors)]
         self._captured = [i for i in wanted if i >= len(tensors)]
         self._captures = [sources[i] for i in self._captured]
-        self._large = {
-            id(sources[i]): self._totals[i]
-            for i in wanted
-            if i >= len(tensors) and sources[i].nbytes >= LARGE
-        }
-        self._large_given = [
-            i for i in self._given if i >= len(dims) and sources[i].nbytes >= LARGE
-        ]
+        self._of_captures = [self._totals[i] for i in self._captured]
 
     def gradients(self) -> dict[int, Tensor | None]:
         """Return the gradients of what is wanted."""
@@ -110,11 +97,14 @@ class Backward:
         """Add the gradients of one chunk, and return the leaves that are unknown."""
         given = self._cut.given(chunk)
         values, found = self._tape.recompute(chunk, given, differs=self._differs)
-        if found is not None:
-            self._add_large(chunk, given, found.nodes)
-        self._add(self._ends(chunk, values), {chunk: given})
+        ends = self._ends(chunk, values)
         if found is None:
+            self._add(ends, {chunk: given})
             return []
+        if ends and self._totals:
+            wanted = [(given[i], self._totals[i]) for i in self._given]
+            wanted += zip(self._captures, self._of_captures, strict=True)
+            add_gradients(ends, wanted, found.nodes, chunk)
         known = self._tape.captures
         return [weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in known]
 
@@ -149,33 +139,3 @@ class Backward:
         for (i, chunk), gradient in zip([*wanted, *captured], found, strict=True):
             if gradient is not None:
                 self._totals[i].add(chunk, gradient)
-
-    def _add_large(
-        self, chunk: int, given: Sequence[Tensor], nodes: Sequence[Node]
-    ) -> None:
-        """Let large gradients be added to their sums as soon as they are there.
-
-        The nodes pass none on, so that no two are held at once.
-        """
-        large = {id(given[i]): self._totals[i] for i in self._large_given}
-        large.update(self._large)
-        for node in nodes if large else ():
-            for index, (other, _) in enumerate(node.next_functions):
-                if other is not None and number(other) == LEAF_NUMBER:
-                    total = large.get(id(other.variable))  # type: ignore[attr-defined]
-                    if total is not None:
-                        node.register_hook(partial(_take, total, chunk, index))
-
-
-def _take(
-    total: Gradient,
-    chunk: int,
-    index: int,
-    of_inputs: tuple[Tensor | None, ...],
-    _of_outputs: object,
-) -> tuple[Tensor | None, ...] | None:
-    gradient = of_inputs[index]
-    if gradient is None:
-        return None
-    total.add(chunk, gradient)
-    return (*of_inputs[:index], None, *of_inputs[index + 1 :])

@@ -212,6 +212,28 @@ def saved_by(node: Node) -> Iterator[Tensor]:
                 yield item
 
 
+ALPHA = "_saved_alpha"  # what some products are multiplied by
+_FACTORS = {
+    "MmBackward0": {0: "_saved_self", 1: "_saved_mat2"},
+    "AddmmBackward0": {1: "_saved_mat1", 2: "_saved_mat2"},
+}
+
+
+def factors(node: Node) -> dict[int, object] | None:
+    """Return the factors of a product, by the index of their gradients.
+
+    None if `node` is not that of a product, or they cannot be had more than once, as
+    those that a checkpoint computes. A factor is None if it was not saved.
+    """
+    names = _FACTORS.get(node.name())
+    if names is None:
+        return None
+    try:
+        return {index: getattr(node, name, None) for index, name in names.items()}
+    except RuntimeError:
+        return None
+
+
 @functools.cache
 def _saving_attributes(kind: type) -> tuple[str, ...]:
     names = [name for name in dir(kind) if name.startswith("_saved_")]

@@ -127,6 +127,24 @@ class Sum:
         )
         self._in_place = False
 
+    def takes_products(self, leaf: Tensor) -> bool:
+        """Whether `add_product` can be used for the gradient of a matrix."""
+        return (
+            self._dtype is None
+            and leaf.dim() == 2
+            and leaf.is_floating_point()
+            and is_plain(leaf)
+            and (self._total is None or (self._in_place and is_plain(self._total)))
+        )
+
+    def add_product(self, a: Tensor, b: Tensor, alpha: float) -> None:
+        """Add `alpha * a @ b`, without a temporary of that size."""
+        if self._total is None:
+            self._result_dtype, self._in_place = a.dtype, True
+            self._total = a @ b if alpha == 1 else a @ b * alpha
+        else:
+            self._total.addmm_(a, b, alpha=alpha)
+
     def total(self) -> Tensor | None:
         """Return the sum in the dtype of the gradients."""
         if self._total is None or self._result_dtype is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,21 +28,25 @@ from chunkcheck._torch.captures import (
 )
 from chunkcheck._torch.compat import (
     graph_task,
+    has_tensor_hooks,
     hooks_muted,
     next_number,
     will_run,
 )
 from chunkcheck._torch.cuts import Apart
+from chunkcheck._torch.products import LARGE
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
-from chunkcheck._torch.saved import Saved
+from chunkcheck._torch.saved import Saved, kept_from
 from chunkcheck._torch.suited import (
+    HISTORY,
+    HOOKS,
     UnsuitedError,
     check_graph,
     check_leaf,
     differentiable,
 )
-from chunkcheck._torch.tape import LARGE, Runnable, Tape, Trace, nodes_since, requiring
+from chunkcheck._torch.tape import Runnable, Tape, Trace, nodes_since, requiring
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
@@ -91,9 +94,7 @@ class OneNode:
         """Return the leaves of that result."""
         tape = self._tape
         cut = Apart(tape.chunks, tensors, tape.require)
-        # Hooks around this call are for what it saves, not for what each chunk does.
-        hooks = saved_tensors_hooks(_detached, _detached)
-        with hooks if self._saved.outer_hooks else nullcontext():
+        with kept_from(outer_hooks=self._saved.outer_hooks):
             for chunk in range(len(tape.chunks.plan)):
                 trace, new, constants = self._forward(chunk, cut.given(chunk))
                 self._note(chunk, trace, new, constants)
@@ -121,7 +122,7 @@ class OneNode:
         values = tape.results.accept(tree, values, chunk)
         found = borders(requiring(values), given, first)
         if found is None or found.older:
-            raise UnsuitedError("f captures a tensor that was computed from others")
+            raise UnsuitedError(HISTORY)
         if chunk == 0:
             check_graph(found.nodes)
         if self._derived and not differentiable(found.nodes):
@@ -129,6 +130,8 @@ class OneNode:
         new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]
         for leaf in () if self._derived else new:
             check_leaf(leaf)
+            if has_tensor_hooks(leaf):
+                raise UnsuitedError(HOOKS)
         tape.results.put(values, chunk, connected=False)
         if chunk >= len(plan) - tape.options.keep_chunks:
             tape.kept[chunk] = given, values
@@ -377,7 +380,3 @@ class _Result(torch.autograd.Function):
 def _deliver(call: OneNode) -> Tensor:
     call.mailbox[graph_task()] = call
     return torch.empty(0)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor

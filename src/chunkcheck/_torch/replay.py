@@ -116,6 +116,36 @@ def _available_autocasts(own: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+@contextmanager
+def own_casts() -> Iterator[None]:
+    """Keep autocast's cache of a chunk's casts away from all others.
+
+    A cast that another run cached belongs to its graph, or has the value that a weight
+    had then.
+    """
+    if not any(map(torch.is_autocast_enabled, _autocast_types())):
+        yield
+        return
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def casts_off() -> Iterator[None]:
+    """Run without autocast, as a backward does that comes after the context."""
+    kinds = [kind for kind in _autocast_types() if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Ambient:
     """The modes of this thread that change what torch's functions do."""
@@ -223,7 +253,7 @@ class Replay:
             result = f(*args, **kwargs)
         else:
             context, again = self._contexts()
-            with self._own_casts(), context:
+            with own_casts(), context:
                 result = f(*args, **kwargs)
         self._states = [source.get() for source in self._sources]
         drawn = [
@@ -313,7 +343,7 @@ class Replay:
             stack.enter_context(torch.inference_mode(mode=False))
         if (current := _Ambient.now()) != self._ambient:
             stack.enter_context(self._ambient.instead_of(current))
-        stack.enter_context(self._own_casts())
+        stack.enter_context(own_casts())
         for module, training in record.training or self._training:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
@@ -336,22 +366,6 @@ class Replay:
             "context_fn must return two context managers, for forward and recompute,"
             f" found {contexts!r}"
         )
-
-    @contextmanager
-    def _own_casts(self) -> Iterator[None]:
-        """Keep autocast's cache of a chunk's casts away from all others.
-
-        A cast that another run cached belongs to its graph, or has the value that a
-        weight had then.
-        """
-        if not self._casts:
-            yield
-            return
-        torch.clear_autocast_cache()
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
 
 
 _AS_IT_IS = nullcontext()

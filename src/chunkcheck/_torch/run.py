@@ -12,11 +12,12 @@ import torch
 
 from chunkcheck._arguments import Call
 from chunkcheck._plan import Plan
-from chunkcheck._strategies import Fused, Strategy
+from chunkcheck._strategies import Fused, GradInForward, Strategy
 from chunkcheck._torch.checkpoints import executor, plain
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import transforms_active
 from chunkcheck._torch.engine import run_fused
+from chunkcheck._torch.in_forward import run_in_forward
 from chunkcheck._torch.loop import run_loop
 from chunkcheck._typing import P, R
 
@@ -45,19 +46,22 @@ def run(
     """
     chunks = Chunks(call, leaves, plan)
     tensors = chunks.tensors(leaves)
-    if not isinstance(strategy, Fused):
+    if not isinstance(strategy, Fused | GradInForward):
         return run_loop(executor(strategy), chunks, tensors, out_dim)
     if not torch.is_grad_enabled():
         return run_loop(plain, chunks, tensors, out_dim)
     if not transforms_active():
-        return run_fused(strategy, chunks, tensors, out_dim)
+        if isinstance(strategy, Fused):
+            return run_fused(strategy, chunks, tensors, out_dim)
+        return run_in_forward(strategy, chunks, tensors, out_dim)
     reason = (
-        "a torch.func transform or forward-mode AD is active, which a recompute cannot"
-        " take part in"
+        "a torch.func transform or forward-mode AD is active, which one node for all"
+        " chunks cannot take part in"
     )
-    if not strategy.fall_back:
+    if isinstance(strategy, GradInForward) or not strategy.fall_back:
+        name = "fused" if isinstance(strategy, Fused) else "grad_in_forward"
         raise RuntimeError(
-            f"strategy 'fused' cannot be exact here: {reason}; use strategy='auto',"
+            f"strategy {name!r} cannot be exact here: {reason}; use strategy='auto',"
             " which then runs the chunks without recompute"
         )
     _log.info("the chunks run without recompute, since %s", reason)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from chunkcheck._torch.compat import has_hooks, version
 
@@ -57,6 +59,19 @@ class Saved:
             raise
         rest = iter(saved)
         return [next(rest) if t is None else t for t in self._constants]
+
+
+def kept_from(*, outer_hooks: bool) -> AbstractContextManager[object]:
+    """Return a context that saved-tensor hooks around the call see nothing of.
+
+    They are for what the call saves, not for what each chunk does.
+    """
+    return saved_tensors_hooks(_detached, _detached) if outer_hooks else nullcontext()
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    # A tensor that its own node saves would never be freed.
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class _Hold(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""When one node for all chunks is exact: what `f` may capture and use.
+"""When a chunk's gradients may be taken apart from the graph around the call.
 
 Knows leaves, nodes and modules. Knows nothing of chunks, nor what is done elsewhere.
 """
@@ -15,24 +15,32 @@ from chunkcheck._torch.captures import Reached
 from chunkcheck._torch.compat import has_tensor_hooks
 from chunkcheck._torch.tensors import is_plain
 
+HISTORY = "f captures a tensor that was computed from others"
+HOOKS = "f captures a tensor with hooks"
+
 
 class UnsuitedError(Exception):
-    """One node would not be exact; says why."""
+    """It would not be exact; says why."""
 
 
 def why_not_one_node(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
     """Return why one node for all chunks would not be exact, as far as can be seen."""
-    if any(not is_plain(t) for t in tensors):
-        return "an argument is of a subclass of Tensor, sparse or nested"
     if any(map(has_tensor_hooks, tensors)):
         return "an argument has hooks, which must not see that it gets no gradient"
+    if any(t.requires_grad and has_tensor_hooks(t) for t in reached.tensors):
+        return HOOKS
+    return why_not_apart(reached, tensors)
+
+
+def why_not_apart(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
+    """Return why gradients would not be exact that are asked for chunk by chunk."""
+    if any(not is_plain(t) for t in tensors):
+        return "an argument is of a subclass of Tensor, sparse or nested"
     for t in reached.tensors:
         if t.grad_fn is not None:
-            return "f captures a tensor that was computed from others"
+            return HISTORY
         if t.requires_grad and not is_plain(t):
             return f"f captures a {type(t).__name__}"
-        if t.requires_grad and has_tensor_hooks(t):
-            return "f captures a tensor with hooks"
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         units = (fsdp.FullyShardedDataParallel, getattr(fsdp, "FSDPModule", ()))
@@ -42,7 +50,7 @@ def why_not_one_node(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
 
 
 def check_leaf(leaf: Tensor) -> None:
-    """Check that a captured leaf can be an input of that node.
+    """Check that the gradient of a captured leaf can be asked for chunk by chunk.
 
     Raises:
         UnsuitedError: It cannot.
@@ -50,8 +58,6 @@ def check_leaf(leaf: Tensor) -> None:
     """
     if not is_plain(leaf):
         raise UnsuitedError(f"f captures a {type(leaf).__name__}")
-    if has_tensor_hooks(leaf):
-        raise UnsuitedError("f captures a tensor with hooks")
     if leaf.numel() and not leaf.untyped_storage().size():
         raise UnsuitedError("f captures a parameter that is there only while it runs")
 

@@ -32,10 +32,6 @@ Kept: TypeAlias = tuple[list[Tensor], list[object]]  # what a chunk got and gave
 # that it was given a chunk used, and the ids of the captured leaves.
 Trace: TypeAlias = tuple[list[bool], set[int], set[int]]
 
-# From here on a gradient is added to its sum as soon as it is there, so that no two of
-# one chunk are held at once. It takes a hook, and longer if the gradient is small.
-LARGE = 2**18  # bytes
-
 
 class Runnable(Protocol):
     """A call as chunks of flat tensors, such as `Chunks`."""
