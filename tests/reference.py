@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from chunkcheck import (
     ChunkStrategy,
+    Fused,
+    GradInForward,
     NoCheckpoint,
     NonReentrant,
     Reentrant,
@@ -28,7 +30,13 @@ from chunkcheck import (
 )
 
 Strategy: TypeAlias = (
-    StrategyName | NonReentrant | Reentrant | NoCheckpoint | ChunkStrategy
+    StrategyName
+    | Fused
+    | GradInForward
+    | NonReentrant
+    | Reentrant
+    | NoCheckpoint
+    | ChunkStrategy
 )
 
 # Relative to the largest entry of the expected tensor.

@@ -24,7 +24,7 @@ from reference import (
 )
 
 CPU = torch.device("cpu")
-NO_JIT = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+NO_JIT = "ignore:`torch.jit.script` is"
 SIZES = pytest.mark.parametrize("size", [1, 3, 5, 10, None])  # 3: a ragged last chunk
 
 
