@@ -11,8 +11,9 @@ from torch import nn
 
 from benchmarks.figures import Figure, Part, Setting
 from benchmarks.timing import Call, Step, Timed, interleaved
-from chunkcheck._torch.captures import borders, observed, reach
+from chunkcheck._torch.captures import borders, observed
 from chunkcheck._torch.compat import next_number
+from chunkcheck._torch.reach import reach
 
 
 def measure(setting: Setting) -> Part:

@@ -30,6 +30,7 @@ LAYERS = [
     "chunkcheck._torch.gradients",
     "chunkcheck._torch.joined",
     "chunkcheck._torch.results",
+    "chunkcheck._torch.reach",
     "chunkcheck._torch.captures",
     "chunkcheck._torch.suited",
     "chunkcheck._torch.buffers",

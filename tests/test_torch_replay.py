@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from chunkcheck import Fused
-from chunkcheck._torch.captures import reach
 from chunkcheck._torch.compat import function_modes
+from chunkcheck._torch.reach import reach
 from chunkcheck._torch.replay import Replay
 from reference import rows
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from chunkcheck._strategies import Fused
-from chunkcheck._torch.captures import reach
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.one_node import OneNode
 from chunkcheck._torch.own_graph import OwnGraph
+from chunkcheck._torch.reach import reach
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.suited import UnsuitedError, why_not_one_node

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from chunkcheck._strategies import GradInForward
-from chunkcheck._torch.captures import borders, reach
+from chunkcheck._torch.captures import borders
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import hooks_muted, next_number, will_run
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
 from chunkcheck._torch.products import add_gradients
+from chunkcheck._torch.reach import reach
 from chunkcheck._torch.replay import casts_off, own_casts
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved, kept_from

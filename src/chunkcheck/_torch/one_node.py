@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from chunkcheck._strategies import Fused
 from chunkcheck._torch.backward import Backward
 from chunkcheck._torch.captures import (
     Observed,
-    Reached,
     borders,
     check_unchanged,
     fingerprint,
@@ -35,6 +34,7 @@ from chunkcheck._torch.compat import (
 )
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.products import LARGE
+from chunkcheck._torch.reach import Reached
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved, kept_from
@@ -46,7 +46,14 @@ from chunkcheck._torch.suited import (
     check_leaf,
     differentiable,
 )
-from chunkcheck._torch.tape import Runnable, Tape, Trace, nodes_since, requiring
+from chunkcheck._torch.tape import (
+    Runnable,
+    Tape,
+    Trace,
+    nodes_since,
+    required,
+    requiring,
+)
 from chunkcheck._torch.tensors import is_plain, is_tensor, stub
 from chunkcheck._tree import Tree, flatten
 
@@ -96,8 +103,7 @@ class OneNode:
         cut = Apart(tape.chunks, tensors, tape.require)
         with kept_from(outer_hooks=self._saved.outer_hooks):
             for chunk in range(len(tape.chunks.plan)):
-                trace, new, constants = self._forward(chunk, cut.given(chunk))
-                self._note(chunk, trace, new, constants)
+                self._note(chunk, self._forward(chunk, cut.given(chunk)))
         tape.replay.finish()
         whole = [t for t in tensors[len(tape.chunks.dims) :] if t.requires_grad]
         sums = [*whole, *tape.captures.values()]
@@ -105,16 +111,8 @@ class OneNode:
         leaves = tape.results.join(tensors)
         return self._connected(leaves, tensors)
 
-    def _forward(
-        self, chunk: int, given: list[Tensor]
-    ) -> tuple[Trace, Observed, Observed]:
-        """Run one chunk.
-
-        Returns:
-            Its trace, the leaves that its graph ends in and that no other's did, and
-            the constants that it saved.
-
-        """
+    def _forward(self, chunk: int, given: list[Tensor]) -> _Run:
+        """Run one chunk."""
         tape, plan = self._tape, self._tape.chunks.plan
         first = next_number()
         tree, values = tape.replay.run(tape.chunks.run, chunk, given)
@@ -135,8 +133,10 @@ class OneNode:
         tape.results.put(values, chunk, connected=False)
         if chunk >= len(plan) - tape.options.keep_chunks:
             tape.kept[chunk] = given, values
-        return (
-            tape.trace(values, found),
+        return _Run(
+            required(values),
+            found.given,
+            list(map(id, found.leaves)),
             [(weakref.ref(leaf), stamp(leaf)) for leaf in new],
             self._first_saved(found.nodes, given) if chunk == 0 else [],
         )
@@ -145,23 +145,21 @@ class OneNode:
         self._tape.fingerprint = fingerprint(nodes)
         return observed(nodes, given)
 
-    def _note(
-        self, chunk: int, trace: Trace, new: Observed, constants: Observed
-    ) -> None:
+    def _note(self, chunk: int, run: _Run) -> None:
         """Take down what outlives the graph: the rest `f` did not capture but make."""
         tape = self._tape
-        _, used, captured = trace
-        for ref, before in new:
+        for ref, before in run.new:
             if (leaf := ref()) is not None:
                 tape.captures[id(leaf)] = leaf
                 self._watched.append((ref, before))
-                # What `f` made is held by a graph that is kept.
-                (tape.uncertain if chunk in tape.kept else captured).add(id(leaf))
-        self._watched += [pair for pair in constants if pair[0]() is not None]
+                if chunk in tape.kept:  # whose graph holds what `f` made
+                    tape.uncertain.add(id(leaf))
+        self._watched += [pair for pair in run.constants if pair[0]() is not None]
+        trace: Trace = (run.required, run.used, tape.captured(run.leaves))
         if chunk and tape.traces[-1] == trace:
             trace = tape.traces[-1]  # so that many chunks take no memory
         else:
-            tape.used |= used
+            tape.used |= run.used
             tape.alike = not chunk
         tape.traces.append(trace)
 
@@ -172,10 +170,10 @@ class OneNode:
         tape = self._tape
         columns = [
             column
-            for column, required in enumerate(
-                zip(*(required for required, *_ in tape.traces), strict=True)
+            for column, of_chunks in enumerate(
+                zip(*(of_chunk for of_chunk, *_ in tape.traces), strict=True)
             )
-            if any(required)
+            if any(of_chunks)
         ]
         if not columns:
             return leaves
@@ -208,7 +206,7 @@ class OneNode:
                 " @once_differentiable, which f uses"
             )
         tensors = self._saved.tensors()
-        check_unchanged(self._watched, tape.replay.replayed, tape.chunks.f)
+        self._check_captures()
         count = tape.chunks.count  # the captures come after the tensors
         sources = [*sorted(tape.used), *range(count, count + len(tape.captures))]
         leaves = list(tape.captures.values())
@@ -223,7 +221,23 @@ class OneNode:
         else:
             with torch.enable_grad():
                 found = Backward(tape, tensors, given, which).gradients()
+        self._check_captures()
         return [found.get(i) for i in sources]
+
+    def _check_captures(self) -> None:
+        replay = self._tape.replay
+        watched = [*self._watched, *replay.watched]
+        check_unchanged(watched, replay.replayed, self._tape.chunks.f)
+
+
+class _Run(NamedTuple):
+    """What is known of the first run of a chunk."""
+
+    required: list[bool]  # which leaves of the result require a gradient
+    used: set[int]  # which of the tensors
+    leaves: list[int]  # the ids of those that its graph ends in
+    new: Observed  # of these, those in which no other chunk's did
+    constants: Observed  # that it saved
 
 
 class _Derivative:

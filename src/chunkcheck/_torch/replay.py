@@ -11,6 +11,7 @@ import operator
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -20,7 +21,7 @@ from contextlib import (
     suppress,
 )
 from ctypes import string_at
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkcheck._strategies import Fused
-from chunkcheck._torch.buffers import Buffers, Snapshot
-from chunkcheck._torch.captures import Reached
+from chunkcheck._torch.buffers import Buffers, State
+from chunkcheck._torch.captures import Observed, stamp
 from chunkcheck._torch.compat import (
     dispatch_modes,
     function_modes,
@@ -38,6 +39,8 @@ from chunkcheck._torch.compat import (
     in_function_modes,
     private_device,
 )
+from chunkcheck._torch.reach import Reached
+from chunkcheck._torch.tensors import is_plain
 
 # What is replayed belongs to the process, or to modules that threads may share.
 _ONE_AT_A_TIME = threading.RLock()
@@ -203,7 +206,7 @@ class Record:
     """What one run saw that others did not."""
 
     random: Sequence[tuple[_Random, Any]] = ()
-    buffers: Sequence[Snapshot] = ()
+    buffers: State = field(default_factory=dict)
     context: AbstractContextManager[object] | None = None
     training: Sequence[tuple[nn.Module, bool]] | None = None  # if not as at the start
 
@@ -233,6 +236,10 @@ class Replay:
         self._training = [(module, module.training) for module in reached.modules]
         self._leaves = [(t, t.requires_grad) for t in reached.tensors if t.is_leaf]
         self._buffers = Buffers(reached.modules)
+        self._frozen = [
+            t for t in reached.tensors if isinstance(t, nn.Parameter) and is_plain(t)
+        ]
+        self.watched: Observed = []  # frozen parameters, which `f` must not write to
         self._first_states: list[Any] = []
         self._draws = False
         self._states: list[Any] = []  # after the last run
@@ -266,6 +273,9 @@ class Replay:
         written = self._buffers.written(snapshots)
         if not self.records:
             self._first_states = before
+            self.watched = [
+                (weakref.ref(t), stamp(t)) for t in self._frozen if not t.requires_grad
+            ]
         self._draws = self._draws or bool(drawn)
         if drawn or written or again is not None or training is not None:
             self.records.append(Record(drawn, written, again, training))
@@ -288,7 +298,7 @@ class Replay:
 
     def finish(self) -> None:
         """Let go of what is only needed while there are first runs."""
-        self._states, self._first_states = [], []
+        self._states, self._first_states, self._frozen = [], [], []
         self._buffers.finish()
 
     def differs(self) -> bool:
@@ -331,8 +341,8 @@ class Replay:
             source.set(state)
         with ExitStack() as stack:
             self._enter_common(stack, record)
-            for snapshot in self._buffers.of(record.buffers):
-                stack.enter_context(snapshot.seen_again())
+            if self._buffers.written_to:
+                stack.enter_context(self._buffers.seen_again(record.buffers))
             if record.context is not None:
                 stack.enter_context(record.context)
             yield

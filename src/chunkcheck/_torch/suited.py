@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from chunkcheck._torch.captures import Reached
 from chunkcheck._torch.compat import has_tensor_hooks
+from chunkcheck._torch.reach import Reached
 from chunkcheck._torch.tensors import is_plain
 
 HISTORY = "f captures a tensor that was computed from others"
@@ -27,20 +27,23 @@ def why_not_one_node(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
     """Return why one node for all chunks would not be exact, as far as can be seen."""
     if any(map(has_tensor_hooks, tensors)):
         return "an argument has hooks, which must not see that it gets no gradient"
-    if any(t.requires_grad and has_tensor_hooks(t) for t in reached.tensors):
-        return HOOKS
-    return why_not_apart(reached, tensors)
-
-
-def why_not_apart(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
-    """Return why gradients would not be exact that are asked for chunk by chunk."""
-    if any(not is_plain(t) for t in tensors):
-        return "an argument is of a subclass of Tensor, sparse or nested"
     for t in reached.tensors:
         if t.grad_fn is not None:
             return HISTORY
         if t.requires_grad and not is_plain(t):
             return f"f captures a {type(t).__name__}"
+        if t.requires_grad and has_tensor_hooks(t):
+            return HOOKS
+    return why_not_apart(reached, tensors)
+
+
+def why_not_apart(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
+    """Return why gradients would not be exact that are asked for chunk by chunk.
+
+    What `f` captures is not asked for: its graph shows that, once it has run.
+    """
+    if any(not is_plain(t) for t in tensors):
+        return "an argument is of a subclass of Tensor, sparse or nested"
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         units = (fsdp.FullyShardedDataParallel, getattr(fsdp, "FSDPModule", ()))
