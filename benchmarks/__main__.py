@@ -20,7 +20,7 @@ from benchmarks.figures import Part, Setting, environment
 from benchmarks.plots import draw
 from benchmarks.tables import HOW, absences, markdown, tabulate
 
-PARTS = ("memory", "speed", "walk", "precision", "keeping", "host")
+PARTS = ("memory", "speed", "walk", "precision", "keeping", "loss", "host")
 BEGIN, END = "<!-- begin of the figures -->", "<!-- end of the figures -->"
 
 

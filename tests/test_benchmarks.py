@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812  as everyone calls it
 
 pytest.importorskip("matplotlib", reason="the benchmarks need the group `bench`")
 pytest.importorskip("psutil", reason="the benchmarks need the group `bench`")
 pytest.importorskip("rich", reason="the benchmarks need the group `bench`")
 
-from benchmarks import host, keeping, memory, precision, speed, walk
+from benchmarks import host, keeping, loss, memory, precision, speed, walk
 from benchmarks.__main__ import BEGIN, END, PARTS, write
 from benchmarks.contenders import contenders
 from benchmarks.figures import Curves, Figure, Part, Setting
@@ -106,6 +107,19 @@ def test_precision(setting: Setting) -> None:
     assert 0.5 < value(part, "ours") < 1.5 < value(part, "narrow")
     assert value(part, "narrow") == pytest.approx(value(part, "loop"), rel=0.5)
     assert value(part, "bytes") > 0
+
+
+def test_loss(setting: Setting) -> None:
+    part = loss.measure(setting)
+    chunked = {
+        f"{k}_{n}" for k in ("torch", "torch_matched") for n in ("memory", "time")
+    }
+    found = set(figures(part))
+    assert found - chunked == {"memory", "loop", "plain"}
+    assert chunked <= found or not hasattr(F, "linear_cross_entropy")
+    assert 0 < value(part, "memory") < 1
+    for key in found:
+        assert 0.01 < value(part, key) < 100
 
 
 def test_keeping(setting: Setting) -> None:
