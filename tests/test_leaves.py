@@ -98,6 +98,12 @@ def test_an_array_of_another_library() -> None:
     assert classify("args[0]", np.ones(3), entry(None), _torch).shape is None
 
 
+def named() -> torch.Tensor:
+    value: Any = torch.ones(2, 3)
+    found: torch.Tensor = value.refine_names("N", "C")
+    return found
+
+
 TENSORS = [
     pytest.param(lambda: torch.eye(3).to_sparse(), r"sparse_coo.*to_dense", id="coo"),
     pytest.param(
@@ -107,6 +113,17 @@ TENSORS = [
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "nested tensor.*padded",
         id="nested",
+    ),
+    pytest.param(
+        named,
+        r"named tensor.*\.rename\(None\)",
+        id="named",
+        marks=[
+            pytest.mark.skipif(
+                not hasattr(torch.Tensor, "refine_names"), reason="none in this torch"
+            ),
+            pytest.mark.filterwarnings("ignore:Named tensors"),
+        ],
     ),
 ]
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import chunkcheck
-from chunkcheck import Fused, NoCheckpoint, NonReentrant, Reentrant
+from chunkcheck import (
+    Fused,
+    GradInForward,
+    NoCheckpoint,
+    NonReentrant,
+    Reentrant,
+)
 from chunkcheck._strategies import resolve_strategy
 
 
@@ -19,6 +25,7 @@ from chunkcheck._strategies import resolve_strategy
     [
         ("auto", Fused(fall_back=True)),
         ("fused", Fused()),
+        ("grad_in_forward", GradInForward()),
         ("non_reentrant", NonReentrant()),
         ("reentrant", Reentrant()),
         ("none", NoCheckpoint()),
@@ -37,6 +44,7 @@ def test_every_name_is_known() -> None:
     "strategy",
     [
         Fused(keep_chunks=2, accumulate_dtype=None, determinism_check="values"),
+        GradInForward(accumulate_dtype=None),
         NonReentrant(preserve_rng_state=False, determinism_check="none"),
         Reentrant(preserve_rng_state=False),
         NoCheckpoint(),
@@ -44,7 +52,7 @@ def test_every_name_is_known() -> None:
     ids=repr,
 )
 def test_instances_are_values(
-    strategy: Fused | NonReentrant | Reentrant | NoCheckpoint,
+    strategy: Fused | GradInForward | NonReentrant | Reentrant | NoCheckpoint,
 ) -> None:
     assert resolve_strategy(strategy) is strategy
     assert pickle.loads(pickle.dumps(strategy)) == strategy
@@ -71,6 +79,7 @@ def test_each_has_only_its_own_options() -> None:
         "keep_chunks",
         "fall_back",
     ]
+    assert options(GradInForward) == ["accumulate_dtype"]
     assert options(NonReentrant) == [
         "preserve_rng_state",
         "determinism_check",
@@ -98,7 +107,7 @@ def test_any_callable_is_a_strategy() -> None:
         (
             "zzz",
             ValueError,
-            "'zzz' is none of 'auto', 'fused', 'non_reentrant', 'reentrant', 'no",
+            "'zzz' is none of 'auto', 'fused', 'grad_in_forward', 'non_reentrant', ",
         ),
     ],
 )

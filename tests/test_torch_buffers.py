@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch.nn.utils import parametrizations
 
 from chunkcheck import chunk_and_checkpoint
 from chunkcheck._torch import buffers
-from chunkcheck._torch.buffers import Buffers, Snapshot
-from reference import assert_same_as_loop, rows
+from chunkcheck._torch.buffers import Buffers, Owner, State
+from reference import Strategy, assert_same_as_loop, rows, strategies
 
 ways = pytest.mark.parametrize("history", [False, True], ids=["leaf", "with_history"])
 
@@ -37,66 +38,83 @@ class Counter(nn.Module):
         return x * (self.n[0] + 1)
 
 
-def test_a_snapshot_is_outdated_by_what_writes() -> None:
-    module = Counter()
-    before = Snapshot(module)
-    assert not before.outdated()
-    module.n.add_(1)
-    assert before.outdated()
+def test_what_writes_is_seen() -> None:
+    def written(change: Callable[[Counter], object]) -> set[str]:
+        module = Counter()
+        found = Owner(module)
+        found.look()
+        assert not found.written
+        change(module)
+        found.look()
+        return found.written
 
-    before = Snapshot(module)
-    module.n = module.n.clone()
-    assert before.outdated()
-
-    before = Snapshot(module)
-    module.register_buffer("other", torch.ones(1))
-    assert before.outdated()
-
-    before = Snapshot(module)
-    del module.other
-    assert before.outdated()
-
-    before = Snapshot(module)
-    module.absent = torch.ones(1)
-    assert before.outdated()
+    assert written(lambda m: m.n.add_(1)) == {"n"}
+    assert written(lambda m: setattr(m, "n", m.n.clone())) == {"n"}
+    assert written(lambda m: setattr(m.n, "data", m.n.clone())) == {"n"}
+    assert written(lambda m: m.register_buffer("other", torch.ones(1))) == {"other"}
+    assert written(lambda m: delattr(m, "n")) == {"n"}
+    assert written(lambda m: setattr(m, "absent", torch.ones(1))) == {"absent"}
 
 
 def test_batch_norm_writes_in_training_only() -> None:
     module = nn.BatchNorm1d(3)
     for training in (True, False):
         module.train(training)
-        before = Snapshot(module)
+        found = Owner(module)
         module(torch.ones(2, 3))
-        assert before.outdated() == training
-    stateless = nn.BatchNorm1d(3, track_running_stats=False)
-    before = Snapshot(stateless)
+        found.look()
+        assert bool(found.written) == training
+    found = Owner(stateless := nn.BatchNorm1d(3, track_running_stats=False))
     stateless(torch.ones(2, 3))
-    assert not before.outdated()
+    found.look()
+    assert not found.written
+
+
+def once(module: nn.Module) -> tuple[Buffers, State]:
+    """Run a module once, and return what its buffers held before."""
+    found = Buffers([module])
+    before = found.snapshot()
+    module(torch.ones(2, 3))
+    return found, found.written(before)
 
 
 @pytest.mark.parametrize("replace", [False, True], ids=["in_place", "replaced"])
 def test_seen_again(*, replace: bool) -> None:
     module = Counter(replace=replace)
-    before = Snapshot(module)
-    module(torch.ones(2, 3))
+    found, before = once(module)
     now = module.n
     for _ in range(2):  # as often as there are backwards
-        with before.seen_again():
+        with found.seen_again(before):
             assert module.n.tolist() == [0] * 3
             module(torch.ones(5, 3))
             assert module.n.tolist() == [5] * 3
-            module.register_buffer("new", torch.ones(1))
         assert module.n is now
         assert now.tolist() == [2] * 3
         assert dict(module.named_buffers()).keys() == {"n"}
 
 
+def test_a_buffer_that_the_first_run_registered() -> None:
+    class Lazy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if "cache" not in dict(self.named_buffers()):
+                self.register_buffer("cache", x.sum(0))
+            return x * self.get_buffer("cache")
+
+    module = Lazy()
+    found, before = once(module)
+    now = module.get_buffer("cache")
+    with found.seen_again(before):
+        assert not dict(module.named_buffers())
+        module(torch.ones(5, 3))
+        assert module.get_buffer("cache").tolist() == [5] * 3
+    assert module.get_buffer("cache") is now
+
+
 def test_an_exception_gives_the_buffers_back() -> None:
     module = Counter()
-    before = Snapshot(module)
-    module(torch.ones(2, 3))
+    found, before = once(module)
     now = module.n
-    with pytest.raises(KeyError), before.seen_again():
+    with pytest.raises(KeyError), found.seen_again(before):
         raise KeyError
     assert module.n is now
     assert now.tolist() == [2] * 3
@@ -106,9 +124,8 @@ def test_an_exception_gives_the_buffers_back() -> None:
 def test_restore(*, replace: bool) -> None:
     module = Counter(replace=replace)
     first = module.n
-    before = Snapshot(module)
-    module(torch.ones(2, 3))
-    before.restore()
+    found, _ = once(module)
+    found.restore()
     assert module.n is first
     assert first.tolist() == [0] * 3
     assert module.absent is None
@@ -117,40 +134,121 @@ def test_restore(*, replace: bool) -> None:
 def test_a_large_buffer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "_LARGEST", 8)
     module = Counter()
-    before = Snapshot(module)
-    assert not before.outdated()
-    module(torch.ones(2, 3))
-    assert before.outdated()
+    found, before = once(module)
     message = r"buffer 'n' of a Counter.* 24 bytes is too large for a copy per chunk"
-    with pytest.raises(RuntimeError, match=message), before.seen_again():
+    with pytest.raises(RuntimeError, match=message), found.seen_again(before):
         pass
     assert module.n.tolist() == [2] * 3
 
 
-def test_the_runs_tell_which_modules_write() -> None:
+def test_a_large_buffer_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_LARGEST", 8)
+    module = Counter(replace=True)
+    found, before = once(module)
+    with found.seen_again(before):
+        assert module.n.tolist() == [0] * 3
+    assert module.n.tolist() == [2] * 3
+
+
+def test_the_runs_tell_which_buffers_are_written_to() -> None:
     writes, late, reads, without = Counter(), Counter(), Counter(), nn.Linear(3, 3)
 
-    def written(*modules: nn.Module) -> list[Snapshot]:
+    def written(*modules: nn.Module) -> list[int]:
         before = found.snapshot()
         for module in modules:
             module(torch.ones(2, 3))
-        return found.written(before)
+        states.append(found.written(before))
+        return list(states[-1])
 
+    states: list[State] = []
     found = Buffers([writes, late, reads, without])
     assert found.ids == set()
-    first = written(writes)
-    assert [s.module for s in first] == [writes]
-    assert id(writes.n) in found.ids
-    assert id(late.n) not in found.ids
-    assert [s.module for s in written()] == [writes]  # each run is told what it saw
-    assert [s.module for s in written(writes, late)] == [writes, late]
-    assert [s.module for s in found.snapshot()] == [writes, late]
+    assert written(writes) == [0]
+    assert found.ids == {id(writes.n)}
+    assert written() == [0]  # each run is told what it saw
+    assert written(writes, late) == [0, 1]
+    assert list(found.snapshot()) == [0, 1]
     assert id(reads.n) not in found.ids
-    for snapshot in found.of(first):  # as the first run saw both
-        with snapshot.seen_again():
-            assert snapshot.module.get_buffer("n").tolist() == [0] * 3
+    with found.seen_again(states[0]):  # the first run saw both as they were
+        assert writes.n.tolist() == late.n.tolist() == [0] * 3
+    with found.seen_again(states[2]):
+        assert writes.n.tolist() == [2] * 3
+        assert late.n.tolist() == [0] * 3
     found.restore()
     assert writes.n.tolist() == late.n.tolist() == [0] * 3
+
+
+class Observed(torch.autograd.Function):
+    """Keeps the largest gradient in a buffer, as training in 8 bits does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
+        ctx.largest = largest
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        torch.maximum(ctx.largest, gradient.abs().max(), out=ctx.largest)
+        return gradient, None
+
+
+@strategies()
+def test_a_buffer_that_backward_writes_to(strategy: Strategy) -> None:
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.of_forward: Tensor
+            self.of_backward: Tensor
+            self.register_buffer("of_forward", torch.zeros(()))
+            self.register_buffer("of_backward", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.of_forward += 1
+            y: Tensor = Observed.apply(x * self.weight, self.of_backward)  # type: ignore[no-untyped-call]
+            return y
+
+    module = Observer()
+    x = torch.ones(8, 3, requires_grad=True)
+    y = chunk_and_checkpoint(module, x, chunk_size=2, strategy=strategy)
+    (y * 3).sum().backward()
+    assert module.of_backward == 3
+    if strategy in ("auto", "fused", "none"):
+        assert module.of_forward == 4
+
+
+@ways
+@pytest.mark.parametrize("how", ["data = new", "data.copy_", "numpy"])
+def test_buffers_written_past_the_count_of_writes(how: str, *, history: bool) -> None:
+    """As the codebooks of vector quantizers are, by exponential moving averages."""
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean: Tensor
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            new = self.mean * 0.9 + x.detach().mean(0)
+            if how == "data = new":
+                self.mean.data = new
+            elif how == "data.copy_":
+                self.mean.data.copy_(new)
+            else:
+                self.mean.numpy()[...] = new.numpy()
+            return (x - self.mean.clone() * x).tanh()
+
+    module, leaf = Codebook(), rows(3)
+    shift = -leaf if history else leaf
+    assert_same_as_loop(
+        lambda x: module(x) * shift,
+        (rows(6, 3),),
+        chunk_size=2,
+        strategy="auto",
+        captured=leaf,
+        state=module.mean.clone,
+        reset=module.mean.zero_,
+    )
 
 
 def model(name: str) -> nn.Module:

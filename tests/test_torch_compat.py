@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -39,6 +40,8 @@ NAMES: dict[str, tuple[str, Any]] = {
     "utils._python_dispatch._pop_mode": ("_pop_dispatch_mode", None),
     "utils._python_dispatch._push_mode": ("_push_dispatch_mode", None),
     "_C._get_privateuse1_backend_name": ("_private_device", lambda: "privateuseone"),
+    "multiprocessing.reductions.StorageWeakRef": ("_weak_storage", None),
+    "_subclasses.FakeTensor": ("_fake_tensor", ()),
 }
 
 
@@ -89,6 +92,53 @@ def test_attributes_of_nodes_and_tensors_are_there() -> None:
     assert hasattr(y.grad_fn, "_sequence_nr")
     assert hasattr(y.grad_fn.next_functions[0][0], "_saved_self")
     assert hasattr(forward_ad, "_current_level")
+
+
+def test_factors_of_products() -> None:
+    x, w, b = rows(2, 3), rows(3, 4), rows(4)
+    for y, indices in ((x @ w, (0, 1)), (torch.addmm(b, x, w, alpha=3), (1, 2))):
+        assert y.grad_fn is not None
+        assert compat.factors(y.grad_fn) == dict(zip(indices, (x, w), strict=True))
+    assert getattr(y.grad_fn, compat.ALPHA) == 3
+    node = x.sin().grad_fn
+    assert node is not None
+    assert compat.factors(node) is None
+
+
+def test_without_the_names_of_factors_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"MmBackward0": {0: "_gone", 1: "_gone"}}
+    w = rows(300, 300)
+    for known in (names, {}):
+        monkeypatch.setattr(compat, "_FACTORS", known)
+        assert_same_as_plain(
+            lambda x: (x @ w).sin().sum(),
+            (rows(5, 300),),
+            chunk_size=2,
+            out_dim="sum",
+            strategy="auto",
+            captured=w,
+        )
+
+
+def test_which_tensors_have_values() -> None:
+    assert compat.has_values(torch.ones(2))
+    assert not compat.has_values(torch.ones(2, device="meta"))
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert not compat.has_values(fake)
+
+
+def test_a_memory_is_known_for_as_long_as_it_is_remembered() -> None:
+    tensor = torch.ones(3)
+    before = compat.memory(tensor)
+    assert before == compat.memory(tensor)
+    assert before != compat.memory(tensor[1:])
+    for _ in range(20):  # one of which comes to lie where the first one was
+        tensor.data = torch.ones(3)
+        assert compat.memory(tensor) != before
+    assert compat.memory(torch.ones(3, device="meta")) is None
 
 
 def test_numbers_tell_older_nodes_from_newer() -> None:

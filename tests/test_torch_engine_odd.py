@@ -194,3 +194,78 @@ def test_sparse_gradients_differentiated_twice() -> None:
 def test_a_context_fn_that_returns_something_else(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"must return two context managers, .* found"):
         in_chunks(torch.sin, rows(8, 4), strategy=Fused(context_fn=lambda: wrong))
+
+
+@both_paths
+def test_captures_that_trade_places(*, history: bool) -> None:
+    """Which ones are used is the same, but not where."""
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    model = nn.Sequential(first, nn.Tanh(), second)
+    _, scale = capture(CPU, 4, history=history)
+    y = chunk_and_checkpoint(lambda x: model(x) * scale, rows(5, 4), chunk_size=2)
+    model[0], model[2] = second, first
+    with pytest.raises(RuntimeError, match="used other tensors that require a grad"):
+        y.sum().backward()
+
+
+@both_paths
+def test_captured_activations_that_trade_places(*, history: bool) -> None:
+    pair = [capture(CPU, 4, history=history)[1] for _ in range(2)]
+    y = chunk_and_checkpoint(
+        lambda x: (x * pair[0]).sin() * pair[1], rows(5, 4), chunk_size=2
+    )
+    pair.reverse()
+    with pytest.raises(RuntimeError, match="used other tensors that require a grad"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_data_that_is_assigned_again_and_again(count: int) -> None:
+    """Whatever address the new memory has."""
+    w, x = rows(6, 6), rows(9, 6)
+    y = chunk_and_checkpoint(lambda x: (x @ w).tanh(), x, chunk_size=4)
+    for _ in range(count):
+        w.data = w.data * 1.1
+    with pytest.raises(RuntimeError, match="was given other data"):
+        y.sum().backward()
+
+
+@both_paths
+@pytest.mark.parametrize("which", [0, 1], ids=["chunked", "whole"])
+def test_an_argument_that_is_given_other_data(which: int, *, history: bool) -> None:
+    _, scale = capture(CPU, 4, history=history)
+    args = [rows(5, 4), rows(4)]
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).sin() * scale
+
+    y = chunk_and_checkpoint(f, args[0], args[1], chunk_size=2, batch_dim=(0, None))
+    args[which].data = args[which].data * 2
+    with pytest.raises(RuntimeError, match=rf"args\[{which}\] was given other data"):
+        y.sum().backward()
+
+
+@both_paths
+@pytest.mark.parametrize("size", [2, 100], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_f_itself_writes_to(
+    size: int, *, frozen: bool, history: bool
+) -> None:
+    """A norm that is kept, an average: recompute would not see what forward saw."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(
+                torch.randn(4).double(), requires_grad=not frozen
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data / 2
+            return (x * (self.weight * 1.0).detach() + self.weight).sin()
+
+    _, scale = capture(CPU, 4, history=history)
+    module = Kept()
+    y = chunk_and_checkpoint(lambda x: module(x) * scale, rows(5, 4), chunk_size=size)
+    with pytest.raises(RuntimeError, match=r"Kept.weight.*if f itself changes it"):
+        y.sum().backward()

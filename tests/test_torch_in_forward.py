@@ -756,6 +756,19 @@ def test_captures_that_were_computed() -> None:
         del globals()["_STORE"]
 
 
+def test_a_tensor_with_a_history_that_f_does_not_use() -> None:
+    """What can be reached need not be used; the graph tells."""
+    unused, w = rows(4).exp(), rows(4)
+    assert_same_as_plain(
+        lambda x: (x * w).sum() if x.shape else unused,
+        (rows(5, 4),),
+        chunk_size=2,
+        out_dim="sum",
+        strategy=IN_FORWARD,
+        captured=w,
+    )
+
+
 def test_a_second_derivative_is_an_error() -> None:
     h = Head()
     with pytest.raises(RuntimeError, match=r"create_graph=True asks for: .*'auto'"):

@@ -532,7 +532,10 @@ class Mine:
 AnyStrategy: TypeAlias = (
     Fused | NonReentrant | Reentrant | NoCheckpoint | ChunkStrategy | StrategyName
 )
-NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
+# All but "grad_in_forward", which is for one reduced scalar.
+NAMES: tuple[StrategyName, ...] = tuple(
+    name for name in get_args(StrategyName) if name != "grad_in_forward"
+)
 REPLAYING: tuple[AnyStrategy, ...] = (
     *NAMES,
     Fused(keep_chunks=1, determinism_check="values"),

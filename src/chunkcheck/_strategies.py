@@ -99,9 +99,11 @@ class GradInForward:
     gradient that comes in, so any scale or further use of the loss is right. What else
     `f` returns, such as counts, must not require a gradient: detach it.
 
-    It costs the gradients' memory from forward to backward, and their time even if
-    backward never comes; under `torch.no_grad` only the value is computed. Changing a
-    parameter between forward and backward does no harm. What it cannot do raises:
+    It costs the gradients' memory from forward to backward and once more in backward,
+    and their time even if backward never comes; under `torch.no_grad` only the value is
+    computed. Changing a parameter between forward and backward does no harm. A gradient
+    of zero times an infinite one that comes in is nan, where a backward through `f` may
+    give zero: do not divide by a count of zero. What it cannot do raises:
     `create_graph=True`, `torch.func`, and an `f` that captures a tensor that was
     computed from others (pass it as an argument).
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ STEPS = 2
 
 # "reentrant" refuses process groups.
 parallel = strategies(without=("reentrant",))
+IN_FORWARD: Final = "grad_in_forward"
 NAMES = {s if isinstance(s, str) else own_checkpoint.__name__: s for s in STRATEGIES}
 del NAMES["reentrant"]
 
@@ -77,6 +78,8 @@ def _cases() -> Iterator[Case]:
         for name in NAMES:
             for history in (False, True):
                 yield Case("ddp", option, name, history)
+        if option != "whole_model":
+            yield Case("ddp", option, IN_FORWARD)
     for kind in SHARDED:
         for option in ("default", "two_calls", "mixed_precision"):
             for history in (False, True):
@@ -110,14 +113,28 @@ class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         outside = case.option == "whole_model"  # chunked as a whole, from outside
-        inner = case.plain if outside else case
+        self.in_forward = case.chunks == IN_FORWARD
+        inner = case.plain if outside or self.in_forward else case
         self.first, self.second = Block(inner), Block(inner)
         if case.option == "find_unused_parameters":
             self.unused = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(x))
-        return result
+        """Return the result, or under "grad_in_forward" the loss."""
+        if not self.in_forward:
+            result: Tensor = self.second(self.first(x))
+            return result
+        return chunk_and_checkpoint(
+            lambda x: _loss(self.second(self.first(x))),
+            x,
+            chunk_size=2,
+            out_dim="mean",
+            strategy=IN_FORWARD,
+        )
+
+
+def _loss(y: Tensor) -> Tensor:
+    return y.double().sin().mean() if y.dim() else y
 
 
 def _chunked(case: Case, f: Any, x: Tensor) -> Tensor:
@@ -153,8 +170,7 @@ def _train(case: Case, model: nn.Module, inner: nn.Module, ranks: slice) -> Outc
 
         def loss(x: Tensor) -> Tensor:
             y = _chunked(case, model, x) if case.option == "whole_model" else model(x)
-            result: Tensor = y.double().sin().mean()
-            return result
+            return _loss(y)
 
         if case.option == "two_calls":
             backward(loss(first) + 2 * loss(second))
@@ -332,6 +348,11 @@ def test_ms_swift_3171_whole_ddp_model_chunked(
 ) -> None:
     """As the guide says: DDP's model may itself be `f`."""
     _assert_same(ranks, Case("ddp", "whole_model", _name(strategy), history))
+
+
+@pytest.mark.parametrize("option", [o for o in DDP_OPTIONS if o != "whole_model"])
+def test_gradients_in_forward_under_ddp(ranks: Ranks, option: str) -> None:
+    _assert_same(ranks, Case("ddp", option, IN_FORWARD))
 
 
 def _skip_without_fsdp(ranks: Ranks, case: Case) -> None:

@@ -1,168 +1,259 @@
-"""Buffers: which modules write to theirs, and what these held at some time.
+"""Buffers: which ones modules write to, and what these held at some time.
 
 Knows modules. Knows nothing of `f`, nor when it is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import types
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from chunkcheck._torch.compat import buffers_of, version
+from chunkcheck._torch.captures import stamp
+from chunkcheck._torch.compat import buffers_of
 
 _LARGEST = 2**24  # bytes; to copy a larger one for each chunk would cost too much
+_ABSENT = object()  # stands for a buffer that is not registered
+
+Values: TypeAlias = dict[str, object]  # of buffers, by name
+# By module, as an index, what its buffers held before some run.
+State: TypeAlias = dict[int, Values]
 
 
 class Buffers:
-    """The buffers of some modules, and which of the modules write to theirs.
+    """The buffers of some modules, and which of these are written to.
 
-    A module that writes is known by what it has written. Until then the first snapshot
-    is up to date, so that only those that write are copied again for each run.
+    A buffer that is written to is known by what has been. Until then its first copy is
+    up to date, so that only those that are written to are copied again for each run.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        # torch's own modules never get their first buffer in a run.
-        self._first = [
-            Snapshot(module)
+        modules = list(modules)
+        unseen = {
+            id(inner)
             for module in modules
+            if _writes_unseen(type(module))
+            for inner in module.modules()
+        }
+        self._owners = [
+            Owner(module, unseen=id(module) in unseen)
+            for module in modules
+            # torch's own modules never get their first buffer in a run.
             if buffers_of(module) or not type(module).__module__.startswith("torch.nn.")
         ]
-        self._quiet = list(self._first)
-        self._writers: list[Snapshot] = []  # what they held before the first run
 
-    def snapshot(self) -> list[Snapshot]:
-        """Return what the buffers of the modules that write hold now."""
-        return [Snapshot(first.module) for first in self._writers]
+    def snapshot(self) -> State:
+        """Return what the buffers hold now that are written to."""
+        return {i: o.now() for i, o in enumerate(self._owners) if o.written}
 
-    def written(self, before: list[Snapshot]) -> list[Snapshot]:
-        """Return what the modules that write held before a run, and see who joins them.
+    def written(self, before: State) -> State:
+        """See which buffers a run wrote to, and return what they held before it.
 
         Args:
             before: What `snapshot` returned before that run.
 
         """
-        if new := [snapshot for snapshot in self._quiet if snapshot.outdated()]:
-            self._quiet = [s for s in self._quiet if s not in new]
-            self._writers += new
-        for snapshot in before:
-            snapshot.outdated()
-        return before + new
+        for owner in self._owners:
+            owner.look()
+        return self.of(before)
 
     def finish(self) -> None:
         """Let go of the copies of what is not written to."""
-        self._first, self._quiet = [], []
+        for owner in self._owners:
+            owner.finish()
 
     def restore(self) -> None:
         """Set all buffers back to what they were before the first run."""
-        for snapshot in self._first:
-            if snapshot.outdated():
-                snapshot.restore()
+        for owner in self._owners:
+            owner.restore()
 
     @property
     def written_to(self) -> bool:
-        """Whether any module has written to its buffers."""
-        return bool(self._writers)
+        """Whether any buffer has been written to."""
+        return any(owner.written for owner in self._owners)
 
     @property
     def ids(self) -> set[int]:
-        """The ids of all buffers of the modules that write."""
-        return {
-            id(buffer)
-            for first in self._writers
-            for buffer in buffers_of(first.module).values()
-        }
+        """The ids of all buffers that are written to."""
+        return {id(b) for owner in self._owners for b in owner.own().values()}
 
-    def of(self, before: Sequence[Snapshot]) -> list[Snapshot]:
-        """Return what all modules that write held before a run.
+    def of(self, before: State) -> State:
+        """Return what all buffers held before a run that are written to by now.
 
         Args:
-            before: What `written` returned after it: those that wrote until then.
+            before: What those held that had been written to until then.
 
         """
-        known = {snapshot.module for snapshot in before}
-        return [*before, *(s for s in self._writers if s.module not in known)]
-
-
-class Snapshot:
-    """The buffers of one module at one time."""
-
-    __slots__ = ("_before", "_lost", "_values", "module")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        buffers = buffers_of(module)
-        self._lost = ""  # a buffer that was written to, but is too large for a copy
-        self._before = {
-            name: (buffer, None if buffer is None else version(buffer))
-            for name, buffer in buffers.items()
+        return {
+            index: {n: owner.first.get(n, _ABSENT) for n in owner.written}
+            | before.get(index, {})
+            for index, owner in enumerate(self._owners)
+            if owner.written
         }
-        self._values = {
-            name: buffer
-            if buffer is None or buffer.nbytes > _LARGEST
-            else buffer.detach().clone()
-            for name, buffer in buffers.items()
-        }
-
-    def outdated(self) -> bool:
-        """Whether the module has written to a buffer or replaced one."""
-        buffers = buffers_of(self.module)
-        # Batch norm's own operator writes to these without counting it.
-        if self.module.training and buffers.get("running_mean") is not None:
-            return True
-        written = [
-            name
-            for name, (buffer, before) in self._before.items()
-            if buffer is not buffers.get(name)
-            or (buffer is not None and version(buffer) != before)
-        ]
-        for name in written:
-            buffer, before = self._before[name]
-            if buffer is not None and buffer.nbytes > _LARGEST:
-                self._lost = name if version(buffer) != before else self._lost
-        return bool(written) or buffers.keys() != self._before.keys()
 
     @contextmanager
-    def seen_again(self) -> Iterator[None]:
-        """Let the module have buffers as they were, to write to, and then its own."""
-        self._check()
-        own = dict(buffers_of(self.module))
-        copies = {n: b if b is None else b.clone() for n, b in self._values.items()}
-        self._replace(copies)
+    def seen_again(self, before: State) -> Iterator[None]:
+        """Let modules have buffers as they were, to write to, and then their own.
+
+        Args:
+            before: What `written` returned after the run that is to be seen again.
+
+        Raises:
+            RuntimeError: What one held is not known.
+
+        """
+        seen = {
+            index: self._owners[index].known(held)
+            for index, held in self.of(before).items()
+        }
+        own = {index: self._owners[index].own() for index in seen}
         try:
+            for index, values in seen.items():
+                self._owners[index].replace(values)
             yield
         finally:
-            self._replace(own)
+            for index, values in own.items():
+                self._owners[index].replace(values)
+
+
+class Owner:
+    """One module with its buffers.
+
+    Args:
+        module: The module.
+        unseen: Whether it may write to its buffers in ways that leave no trace.
+
+    Attributes:
+        first: What the buffers held before the first run.
+        written: The names of those that have been written to.
+
+    """
+
+    def __init__(self, module: nn.Module, *, unseen: bool = False) -> None:
+        self._module = module
+        self._unseen = unseen
+        self._before = dict(buffers_of(module))
+        self._stamps = {n: stamp(b) for n, b in self._before.items() if b is not None}
+        self.first: Values = {n: _held(b) for n, b in self._before.items()}
+        self.written: set[str] = set()
+
+    def look(self) -> None:
+        """See which buffers have been written to since the start."""
+        buffers = buffers_of(self._module)
+        for name in buffers.keys() | self._before.keys():
+            buffer = buffers.get(name, _ABSENT)
+            if buffer is not self._before.get(name, _ABSENT) or (
+                isinstance(buffer, Tensor) and stamp(buffer) != self._stamps[name]
+            ):
+                self.written.add(name)
+        # Batch norm's own operator writes to these without counting it.
+        if self._unseen or (
+            self._module.training and buffers.get("running_mean") is not None
+        ):
+            self.written |= {n for n, b in buffers.items() if not _is_large(b)}
+
+    def own(self) -> Values:
+        """Return those buffers that are written to."""
+        buffers = buffers_of(self._module)
+        return {name: buffers.get(name, _ABSENT) for name in self.written}
+
+    def now(self) -> Values:
+        """Return what they hold."""
+        return {name: _held(buffer) for name, buffer in self.own().items()}
+
+    def known(self, held: Values) -> Values:
+        """Return buffers to write to, given what they held.
+
+        Raises:
+            RuntimeError: One was too large for a copy, and was written to.
+
+        """
+        for name, value in held.items():
+            if isinstance(value, _Large) and stamp(value.buffer) != value.stamp:
+                raise RuntimeError(
+                    f"f writes to the buffer {name!r} of a"
+                    f" {type(self._module).__name__}, which with {value.buffer.nbytes}"
+                    " bytes is too large for a copy per chunk, so that recompute cannot"
+                    " see what forward saw: write to it outside of f"
+                )
+        return {name: _to_write_to(value) for name, value in held.items()}
+
+    def replace(self, values: Values) -> None:
+        """Give the module these buffers."""
+        if isinstance(self._module, torch.jit.ScriptModule):
+            for name, buffer in values.items():
+                setattr(self._module, name, buffer)
+            return
+        own: dict[str, Any] = buffers_of(self._module)
+        # At no time is one missing, which a thread might see.
+        own.update({n: b for n, b in values.items() if b is not _ABSENT})
+        for name, buffer in values.items():
+            if buffer is _ABSENT:
+                own.pop(name, None)
 
     def restore(self) -> None:
-        """Give the module its buffers back with the values that they had."""
-        self._check()
-        self._replace({name: buffer for name, (buffer, _) in self._before.items()})
+        """Give the module its first buffers back with the values that they had."""
+        self.look()
+        values = self.known({n: self.first.get(n, _ABSENT) for n in self.written})
         with torch.no_grad():
-            for name, value in self._values.items():
-                buffer = self._before[name][0]
-                if buffer is not None and value is not None and value is not buffer:
-                    buffer.copy_(value)
+            for name, value in values.items():
+                first = self._before.get(name)
+                if isinstance(first, Tensor) and isinstance(value, Tensor):
+                    if value is not first:
+                        first.copy_(value)
+                    values[name] = first
+        self.replace(values)
 
-    def _check(self) -> None:
-        if self._lost:
-            buffer, _ = self._before[self._lost]
-            size = 0 if buffer is None else buffer.nbytes
-            raise RuntimeError(
-                f"f writes to the buffer {self._lost!r} of a"
-                f" {type(self.module).__name__}, which with {size} bytes is too large"
-                " for a copy per chunk, so that recompute cannot see what forward saw:"
-                " write to it outside of f"
-            )
+    def finish(self) -> None:
+        """Let go of what is only needed while there are first runs."""
+        self.first = {name: self.first.get(name, _ABSENT) for name in self.written}
+        self._before, self._stamps = {}, {}
 
-    def _replace(self, buffers: dict[str, Tensor | None]) -> None:
-        if isinstance(self.module, torch.jit.ScriptModule):
-            for name, buffer in buffers.items():
-                setattr(self.module, name, buffer)
-        else:
-            own = buffers_of(self.module)
-            own.update(buffers)  # at no time is one missing, which a thread might see
-            for name in own.keys() - buffers.keys():
-                del own[name]
+
+class _Large(NamedTuple):
+    """A buffer that is too large to be copied."""
+
+    buffer: Tensor
+    stamp: object
+
+
+def _is_large(buffer: object) -> bool:
+    return isinstance(buffer, Tensor) and buffer.nbytes > _LARGEST
+
+
+def _held(buffer: object) -> object:
+    """Return what a buffer holds."""
+    if not isinstance(buffer, Tensor):
+        return buffer
+    if _is_large(buffer):
+        return _Large(buffer, stamp(buffer))
+    return buffer.detach().clone()
+
+
+def _to_write_to(held: object) -> object:
+    if isinstance(held, _Large):
+        return held.buffer
+    return held.clone() if isinstance(held, Tensor) else held
+
+
+_UNSEEN: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def _writes_unseen(kind: type) -> bool:
+    """Whether code of a module's class names what writes past the count of writes."""
+    found = _UNSEEN.get(kind)
+    if found is None:
+        found = any(
+            not {"data", "numpy"}.isdisjoint(member.__code__.co_names)
+            for owner in kind.__mro__
+            if not owner.__module__.startswith("torch.")
+            for member in vars(owner).values()
+            if isinstance(member, types.FunctionType)
+        )
+        _UNSEEN[kind] = found
+    return found

@@ -95,8 +95,8 @@ class Chunks:
             index = next(i for i, v in enumerate(after) if v != versions[i])
             raise RuntimeError(
                 f"f wrote into {self.path(index)} while running"
-                f" {self.plan.describe(chunk)}, but a chunk is a view of the"
-                " caller's tensor: clone it before changing it"
+                f" {self.plan.describe(chunk)}, but it is the caller's tensor or a view"
+                " of that: clone it before changing it"
             )
         values, tree = flatten(result)
         return tree, values

@@ -47,6 +47,8 @@ _dispatch = "utils._python_dispatch."
 _dispatch_modes = _private(f"{_dispatch}_get_current_dispatch_mode_stack", list)
 _pop_dispatch_mode = _private(f"{_dispatch}_pop_mode", None)
 _push_dispatch_mode = _private(f"{_dispatch}_push_mode", None)
+_fake_tensor = _private("_subclasses.FakeTensor", ())
+_weak_storage = _private("multiprocessing.reductions.StorageWeakRef", None)
 _private_device = _private("_C._get_privateuse1_backend_name", lambda: "privateuseone")
 
 
@@ -73,6 +75,14 @@ def share_storage(a: Tensor, b: Tensor) -> bool:
         return True
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether `tensor` is neither meta nor fake.
+
+    Fake tensors have no public type.
+    """
+    return not tensor.is_meta and not isinstance(tensor, _fake_tensor)
+
+
 def version(tensor: Tensor) -> int | None:
     """Return how often the memory of `tensor` was written to; None if not counted.
 
@@ -81,19 +91,21 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
-def memory(tensor: Tensor) -> tuple[int, int]:
-    """Return which memory `tensor` is in, and from where on; zeros if in none now.
+def memory(tensor: Tensor) -> tuple[object, int] | None:
+    """Return which memory `tensor` is in, and from where on; None if in none now.
 
     `Tensor.data = ...` changes that, and no version. Memory that is given back and
-    taken again, as FSDP does, is the same: so not its address, but torch's handle.
+    taken again, as FSDP does, is the same: so not its address, but torch's handle, of
+    which a weak reference keeps it from being used for another memory.
     """
     try:
         storage = tensor.untyped_storage()
         known = bool(storage.data_ptr())
     except (RuntimeError, NotImplementedError):  # sparse, or fake
-        return 0, 0
-    number = getattr(storage, "_cdata", 0)
-    return (number, int(tensor.storage_offset())) if known and number else (0, 0)
+        return None
+    if not known or _weak_storage is None:
+        return None
+    return _weak_storage(storage), int(tensor.storage_offset())
 
 
 def next_number() -> int | None:

@@ -38,7 +38,7 @@ from chunkcheck._torch.cuts import Apart, InPlace
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
-from chunkcheck._torch.tape import OTHER_GRAPH, requiring
+from chunkcheck._torch.tape import OTHER_GRAPH, nodes_since, requiring
 
 
 class OwnGraph:
@@ -86,7 +86,8 @@ class OwnGraph:
             with nullcontext() if keep else saved_tensors_hooks(frame.pack, _unpack):
                 tree, values = self.replay.run(self.chunks.run, chunk, given)
             values = results.accept(tree, values, chunk)
-            frame.close(borders(requiring(values), given, first))
+            made = nodes_since(first)
+            frame.close(borders(requiring(values), given, first), made)
             results.put(values, chunk)
         self.replay.finish()
         return results.rebuilt(results.join(tensors))
@@ -158,7 +159,7 @@ class _Frame:
 
     __slots__ = (
         *("__weakref__", "_call", "_chunk", "_given", "_handles"),
-        *("_leaves", "_older", "_open", "_recent", "_watched"),
+        *("_leaves", "_made", "_older", "_open", "_recent", "_watched"),
     )
 
     def __init__(self, call: OwnGraph, chunk: int) -> None:
@@ -168,22 +169,31 @@ class _Frame:
         self._watched: Observed = []
         self._recent: tuple[int | None, dict[int, Tensor]] = None, {}
         self._open = True  # the first run has not ended
+        self._made = 0  # how many nodes it made
         self._given: set[int] = set()  # which of the tensors the chunk used
-        self._leaves: set[int] = set()  # the ids of those in its graph
-        self._older: set[int] = set()  # the numbers of nodes that its graph ends in
+        # Both as a walk meets them, that is, where in the graph they are.
+        self._leaves: list[int] = []  # the ids of those in its graph
+        self._older: list[int] = []  # the numbers of nodes that its graph ends in
 
     @property
     def count(self) -> int:
         """The number of tensors that the chunk saved."""
         return len(self._handles)
 
-    def close(self, found: Borders | None) -> None:
-        """End the first run: take down where its graph ends, and let go of values."""
+    def close(self, found: Borders | None, made: int) -> None:
+        """End the first run: take down where its graph ends, and let go of values.
+
+        Args:
+            found: Where it ends.
+            made: How many nodes the run made.
+
+        """
         self._open = False
+        self._made = made
         self.empty()
         if found is not None:
             self._given, self._older = found.given, found.older
-            self._leaves = {id(leaf) for leaf in found.leaves}
+            self._leaves = [id(leaf) for leaf in found.leaves]
             self._watched += [(weakref.ref(leaf), stamp(leaf)) for leaf in found.leaves]
 
     def pack(self, tensor: Tensor) -> _Handle | Tensor:
@@ -238,7 +248,7 @@ class _Frame:
 
         """
         call, chunk = self._call, self._chunk
-        check_unchanged(self._watched, call.replay.replayed, call.chunks.f)
+        self._check_captures()
         call.fill(self)
         given = call.apart().given(chunk)
         again = _Frame(call, chunk)  # whose handles say how much they have in common
@@ -260,8 +270,11 @@ class _Frame:
             saved_tensors_hooks(keep, _unpack),
         ):
             tree, results = call.chunks.run(chunk, given)
+        same = nodes_since(first) == self._made
         results = call.results.check_again(tree, results, chunk)
-        unknown = self._check_graph(borders(requiring(results), given, first))
+        graph = borders(requiring(results), given, first)
+        unknown = self._check_graph(graph, same=same)
+        self._check_captures()
         if again.count != self.count:
             how = f"saved {again.count} tensors for backward, forward {self.count}"
             raise call.results.differs(chunk, how)
@@ -279,15 +292,37 @@ class _Frame:
             raise call.results.differs(chunk, "did not save what backward needs")
         return value, unknown
 
-    def _check_graph(self, found: Borders | None) -> list[weakref.ref[Tensor]]:
-        """Check where the graph of a recompute ends, and return its unknown leaves."""
+    def _check_captures(self) -> None:
+        replay = self._call.replay
+        watched = [*self._watched, *replay.watched]
+        check_unchanged(watched, replay.replayed, self._call.chunks.f)
+
+    def _check_graph(
+        self, found: Borders | None, *, same: bool
+    ) -> list[weakref.ref[Tensor]]:
+        """Check where the graph of a recompute ends, and return its unknown leaves.
+
+        Args:
+            found: Where it ends.
+            same: Whether it has as many nodes. Else a compiler may have made another
+                graph of the same, whose ends come in another order.
+
+        """
         if found is None:
             return []
-        unknown = [
-            weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in self._leaves
-        ]
-        lost = len(self._leaves) - (len(found.leaves) - len(unknown))
-        if (found.given, found.older, len(unknown)) != (self._given, self._older, lost):
+        known = set(self._leaves)
+        unknown = [weakref.ref(leaf) for leaf in found.leaves if id(leaf) not in known]
+        here = list(map(id, found.leaves))
+        # Of those that `f` makes, each run makes others.
+        both = known.intersection(here)
+        before, now = ([i for i in ids if i in both] for ids in (self._leaves, here))
+        in_order = list if same else sorted
+        if (
+            found.given != self._given
+            or len(here) != len(self._leaves)
+            or in_order(now) != in_order(before)
+            or in_order(found.older) != in_order(self._older)
+        ):
             raise self._call.results.differs(self._chunk, OTHER_GRAPH)
         return unknown
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from chunkcheck._leaves import classify
 from chunkcheck._plan import Join, Plan, check_rows, plan_results
 from chunkcheck._torch import tensors as library
-from chunkcheck._torch.compat import share_storage
+from chunkcheck._torch.compat import has_values, share_storage
 from chunkcheck._torch.gradients import Sum, sum_dtype
 from chunkcheck._torch.joined import Joined
 from chunkcheck._torch.tensors import is_tensor
@@ -227,7 +227,7 @@ class Results:
             self.columns, values, self._copies, strict=True
         ):
             dim = column.join.dim
-            if not is_tensor(value) or not is_tensor(whole):
+            if not is_tensor(value) or not is_tensor(whole) or not has_values(value):
                 continue
             if not (chunk and column.join.only_first):
                 here = column.copies[chunk] if column.copies else whole

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from chunkcheck._torch.compat import has_hooks, version
+from chunkcheck._torch.compat import has_hooks, memory, version
 
 
 class Saved:
@@ -24,11 +24,11 @@ class Saved:
     to raises an error when it is asked for.
     """
 
-    __slots__ = ("_constants", "_holder", "_name", "_versions", "outer_hooks")
+    __slots__ = ("_before", "_constants", "_holder", "_name", "outer_hooks")
 
     def __init__(self, tensors: Sequence[Tensor], name: Callable[[int], str]) -> None:
         self._name = name
-        self._versions = [(weakref.ref(t), version(t)) for t in tensors]
+        self._before = [(weakref.ref(t), version(t), memory(t)) for t in tensors]
         # torch cannot save inference tensors. As constants they are right in plain `f`.
         self._constants = [t if t.is_inference() else None for t in tensors]
         anchor = torch.empty(0, requires_grad=True)
@@ -49,7 +49,7 @@ class Saved:
         try:
             _, *saved = node.saved_tensors
         except RuntimeError as error:
-            for index, (ref, before) in enumerate(self._versions):
+            for index, (ref, before, _) in enumerate(self._before):
                 tensor = ref()
                 if tensor is not None and version(tensor) != before:
                     error.add_note(
@@ -57,6 +57,17 @@ class Saved:
                         " backward: do it after backward, or pass a clone"
                     )
             raise
+        for index, (ref, _, where) in enumerate(self._before):
+            tensor = ref()
+            # Hooks have put aside what the tensor held.
+            if tensor is not None and where and not self.outer_hooks:
+                here = memory(tensor)
+                if here and here != where:
+                    raise RuntimeError(
+                        f"{self._name(index)} was given other data between forward and"
+                        " backward, so that gradients would be wrong: do it after"
+                        " backward, or pass a clone"
+                    )
         rest = iter(saved)
         return [next(rest) if t is None else t for t in self._constants]
 

@@ -6,7 +6,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -29,8 +29,9 @@ OTHER_GRAPH = (
 )
 Kept: TypeAlias = tuple[list[Tensor], list[object]]  # what a chunk got and gave
 # Which leaves of the result require a gradient, and the graph's borders: which tensors
-# that it was given a chunk used, and the ids of the captured leaves.
-Trace: TypeAlias = tuple[list[bool], set[int], set[int]]
+# that it was given a chunk used, and the ids of the captured leaves in the order in
+# which a walk meets them, that is, where in the graph they are.
+Trace: TypeAlias = tuple[list[bool], set[int], tuple[int, ...]]
 
 
 class Runnable(Protocol):
@@ -117,7 +118,7 @@ class Tape:
         same = nodes_since(first) == self.made[chunk]
         values = self.results.check_again(tree, values, chunk)
         trace = self.traces[chunk]
-        if trace[0] != _required(values):
+        if trace[0] != required(values):
             how = "gave results of which others require a gradient"
             raise self.results.differs(chunk, how)
         # A parameter that was replaced shows in the first chunk. Experts of which each
@@ -125,7 +126,13 @@ class Tape:
         if same and chunk and self.alike and not self.large:
             return values, None
         found = borders(requiring(values), given, first)
-        if found is None or found.older or self.trace(values, found) != trace:
+        if found is None or found.older:
+            raise self.results.differs(chunk, OTHER_GRAPH)
+        _, used, captured = trace
+        seen = self.captured(map(id, found.leaves))
+        # A compiler may have made another graph of the same, in another order.
+        alike = seen == captured or (not same and set(seen) == set(captured))
+        if found.given != used or not alike:
             raise self.results.differs(chunk, OTHER_GRAPH)
         if (
             chunk == 0
@@ -137,13 +144,10 @@ class Tape:
             raise self.results.differs(chunk, how)
         return values, found
 
-    def trace(self, values: Sequence[object], found: Borders) -> Trace:
-        """Return what forward and recompute must have in common."""
-        return (
-            _required(values),
-            found.given,
-            {id(leaf) for leaf in found.leaves if id(leaf) in self.captures}
-            - self.uncertain,
+    def captured(self, leaves: Iterable[int]) -> tuple[int, ...]:
+        """Return which of some leaves, given by their ids, are captured for certain."""
+        return tuple(
+            i for i in leaves if i in self.captures and i not in self.uncertain
         )
 
 
@@ -153,7 +157,7 @@ def nodes_since(first: int | None) -> int:
     return -1 if first is None or last is None else last - first
 
 
-def _required(values: Sequence[object]) -> list[bool]:
+def required(values: Sequence[object]) -> list[bool]:
     """Return which of some leaves require a gradient."""
     return [is_tensor(v) and v.requires_grad for v in values]
 

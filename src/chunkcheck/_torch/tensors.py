@@ -41,6 +41,11 @@ def refusal(tensor: Tensor) -> str | None:
             f"a tensor of layout {tensor.layout}, which cannot be cut: convert it by"
             " .to_dense(), or write None for its dim to pass it whole"
         )
+    if getattr(tensor, "has_names", bool)():  # which newer torches do not have
+        return (
+            "a named tensor, whose names would be lost: drop them by .rename(None), or"
+            " write None for its dim to pass it whole"
+        )
     return None
 
 
