@@ -50,6 +50,7 @@ LAYERS = [
     "chunkcheck._api",
     "chunkcheck",
     "chunkcheck.diagnostics._memory",
+    "chunkcheck.diagnostics._untouched",
     "chunkcheck.diagnostics",
 ]
 # Both belong to the torch backend, and it may split what it likes among them.
