@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
@@ -668,9 +670,53 @@ def test_a_keyword_of_f_in_the_immediate_form_prints_the_line_to_write() -> None
         chunk_and_checkpoint(attend, x, mask=x, chunk_size=2)  # type: ignore[arg-type]
     line = "chunked(attend, chunk_size=2, batch_dim=0)(..., mask=mask)"
     assert line in str(caught.value)
+    f: Any = attend
+    options: Any = {"mask": x, "out_dim": "sum", "strategy": "none", "batch_dim": (0,)}
+    with pytest.raises(TypeError) as caught:
+        chunk_and_checkpoint(f, x, chunk_size=None, **options)
+    line = "chunk_size=None, batch_dim=(0,), out_dim='sum', strategy='none')(..., mask"
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_chunks": 2}, r"write strategy=Fused\(keep_chunks=2\)"),
+        ({"dim": 1}, r"did you mean batch_dim\?|did you mean out_dim\?"),
+        ({"chunksize": 3, "chunk_size": 3}, r"did you mean chunk_size\?"),
+    ],
+)
+def test_keywords_that_belong_elsewhere(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        chunk_and_checkpoint(torch.sin, rows(4, 2), **{"chunk_size": 2, **options})
+
+
+def test_the_log_tells_what_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    x, table = rows(5, 2), rows(2)
+    with caplog.at_level("INFO", "chunkcheck"):
+        chunk_and_checkpoint(
+            lambda x, _: x["a"], {"a": x}, table, chunk_size=2, batch_dim=(0, None)
+        )
+        chunk_and_checkpoint(torch.sin, x, chunk_size=8)
+    first, second = (r.message for r in caplog.records if "rows in" in r.message)
+    assert first == (
+        "5 rows in 3 chunks of 2 rows: cut args[0]['a'] along dim 0; whole: args[1]"
+    )
+    assert second == "5 rows in 1 chunk: cut args[0] along dim 0; whole: nothing"
 
 
 # The curried form.
+
+
+class Scaled(nn.Module):
+    """Of this module, so that it can be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 @strategies()
@@ -722,6 +768,29 @@ def test_chunked_is_a_decorator_on_functions_and_methods() -> None:
 def test_chunked_of_a_module_does_not_take_over_its_parameters() -> None:
     net = mlp()
     assert not hasattr(chunked(net, chunk_size=2), "_parameters")
+
+
+def test_a_model_whose_forward_is_chunked_is_copied_with_its_own() -> None:
+    """As one does with a model of another library; the copy must not use the original.
+
+    Averaged models are such copies.
+    """
+    model = nn.Sequential(Scaled(), nn.Tanh()).double()
+    inner: Any = model[0]
+    inner.forward = chunked(inner.forward, chunk_size=2)
+    x = rows(5, 4)
+    expected = model(x)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        torch.testing.assert_close(copied(x), expected)
+        copied(x).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is not None for p in copied.parameters())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.div_(2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from chunkcheck.diagnostics import MemoryTrace, _memory, measure_memory, phase
+from chunkcheck._torch import meter
+from chunkcheck.diagnostics import MemoryTrace, measure_memory, phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -425,9 +426,9 @@ class TestAccelerator:
     def test_a_step_that_turns_out_to_use_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        events = [_memory._Event(5, 16, 100, torch.device("cuda:0"))]
-        windows = [_memory._Window(_memory._STEP, 0, 10)]
-        monkeypatch.setattr(_memory, "_record", lambda _: (None, events, windows))
+        events = [meter._Event(5, 16, 100, torch.device("cuda:0"))]
+        windows = [meter._Window(meter._STEP, 0, 10)]
+        monkeypatch.setattr(meter, "_record", lambda _: (None, events, windows))
         with pytest.raises(ValueError, match=r"uses cuda:0.*device='cuda:0'"):
             measure_memory(lambda: None)
         assert measure_memory(lambda: None, device="cpu").peak_bytes == 0
@@ -443,11 +444,11 @@ class TestAccelerator:
 class TestReplay:
     """Orders of events that a test on the CPU cannot bring about."""
 
-    whole = _memory._Window("step", 0, 100)
+    whole = meter._Window("step", 0, 100)
 
     def held(self, *events: tuple[int, int, int]) -> list[int]:
         cpu = torch.device("cpu")
-        points = _memory._replay([_memory._Event(*e, cpu) for e in events], self.whole)
+        points = meter._replay([meter._Event(*e, cpu) for e in events], self.whole)
         return [point.held for point in points]
 
     def test_a_block_freed_unseen_makes_room_at_its_address(self) -> None:

@@ -373,3 +373,58 @@ def test_two_thousand_chunks(strategy: Strategy) -> None:
     got.backward()
     assert x.grad is not None
     assert_close(x.grad, 2 * x.detach(), "x.grad")
+
+
+@strategies(without={"reentrant"})  # whose graph does not tell
+@pytest.mark.parametrize(
+    ("f", "out_dim"),
+    [
+        (lambda x, w: (x * w).sum(), None),
+        (lambda x, w: (x * w, (x * w).norm()), (0, None)),
+        (lambda x, w: {"y": x, "n": [x.mean(0) + w]}, {"y": 0, "n": None}),
+    ],
+)
+def test_what_depends_on_the_rows_is_not_the_first_chunks(
+    strategy: Strategy, f: Callable[..., Any], out_dim: Any
+) -> None:
+    """A loss under None would train on the first chunk."""
+    w = rows(3)
+    with pytest.raises(ValueError, match=r"is computed from args\[0\], which is cut"):
+        chunk_and_checkpoint(
+            lambda x: f(x, w),
+            rows(5, 3),
+            chunk_size=2,
+            out_dim=out_dim,
+            strategy=strategy,
+        )
+    chunk_and_checkpoint(  # of one chunk it is the whole
+        lambda x: f(x, w), rows(5, 3), chunk_size=5, out_dim=out_dim, strategy=strategy
+    )
+
+
+def test_a_warning_of_one_entry_per_row(caplog: pytest.LogCaptureFixture) -> None:
+    """With unequal chunks it is an error."""
+    x = torch.ones(6, 3)
+    chunk_and_checkpoint(lambda x: x.sum(1), x, chunk_size=2, out_dim="sum")
+    assert "result has as many entries as a chunk has rows" in caplog.text
+    caplog.clear()
+    caplog.set_level("WARNING")
+    chunk_and_checkpoint(lambda x: x.sum(0), x, chunk_size=2, out_dim="sum")
+    chunk_and_checkpoint(lambda x: x.sum(1), x, chunk_size=2)
+    assert not caplog.text
+
+
+@strategies()
+def test_what_does_not_depend_on_the_rows_is_the_first_chunks(
+    strategy: Strategy,
+) -> None:
+    w, table = rows(3), rows(4, 3)
+    assert_same_as_plain(
+        lambda x, table: (x * w, w.norm(), table.sum(), x.detach().max() * 0),
+        (rows(5, 3), table),
+        chunk_size=2,
+        batch_dim=(0, None),
+        out_dim=(0, None, None, None),
+        strategy=strategy,
+        captured=w,
+    )

@@ -58,6 +58,23 @@ def tied(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.linear(F.embedding(ids, w) * x, w, b)
 
 
+def node_hook(name: str, *, transposed: bool) -> Function:
+    """Return a product with a hook on its node, or on that of the transpose."""
+
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        turned = w.t()
+        y = x @ turned
+        node = turned.grad_fn if transposed else y.grad_fn
+        if node is not None:
+            if name == "register_hook":
+                node.register_hook(lambda given, _: tuple(3 * g for g in given))
+            else:
+                node.register_prehook(lambda given: tuple(3 * g for g in given))
+        return y + b
+
+    return f
+
+
 # What adds by products, and what must not.
 FUNCTIONS: dict[str, tuple[Function, bool]] = {
     "linear": (F.linear, True),
@@ -80,6 +97,16 @@ FUNCTIONS: dict[str, tuple[Function, bool]] = {
     "without x": (without_x, False),
     "tied": (tied, False),
     "hook on the transpose": (hooked, False),
+    "hook on the product": (node_hook("register_hook", transposed=False), False),
+    "prehook on the product": (node_hook("register_prehook", transposed=False), False),
+    "hook on the transpose's node": (
+        node_hook("register_hook", transposed=True),
+        False,
+    ),
+    "prehook on the transpose's node": (
+        node_hook("register_prehook", transposed=True),
+        False,
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tests of `diagnostics._untouched`: trial runs leave no trace."""
+"""Tests of `_torch.untouched`: trial runs leave no trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chunkcheck.diagnostics._untouched import untouched
+from chunkcheck._torch.untouched import untouched
 from reference import rows
 
 

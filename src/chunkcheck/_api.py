@@ -5,22 +5,29 @@ Knows which backend a call belongs to, and nothing of how it runs.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import logging
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, Never, Protocol, cast
+from dataclasses import fields
+from typing import Any, Generic, Never, Protocol, cast
 
 from chunkcheck._arguments import Call, batch_entries
 from chunkcheck._leaves import Library, classify, is_array
 from chunkcheck._plan import Plan, check_out_dim, checked_size, plan_arguments
-from chunkcheck._strategies import Strategy, StrategyName, resolve_strategy
+from chunkcheck._sizes import ChunkSizePolicy
+from chunkcheck._strategies import Fused, Strategy, StrategyName, resolve_strategy
 from chunkcheck._typing import BatchDim, OutDim, P, R, Ts
+
+_log = logging.getLogger("chunkcheck")
 
 
 def chunk_and_checkpoint(
     f: Callable[[*Ts], R],
     /,
     *args: *Ts,
-    chunk_size: int | None,
+    chunk_size: int | ChunkSizePolicy | None,
     batch_dim: BatchDim = 0,
     out_dim: OutDim = "auto",
     strategy: Strategy | StrategyName = "auto",
@@ -40,7 +47,8 @@ def chunk_and_checkpoint(
             passes by identity. `f` gets fresh containers, and must not write into its
             tensors.
         chunk_size: Rows per chunk; the last chunk may have fewer. `None`, or the size
-            of the batch or more: one chunk, still recomputed in backward.
+            of the batch or more: one chunk, still recomputed in backward. Or a policy
+            that chooses, such as `NumChunks(8)` or `MemoryBudget("2GiB")`.
         batch_dim: The dim to chunk along: an int for all tensors of one dim or more,
             a tuple with an entry per argument, or a mapping by parameter name; an entry
             may be nested as its argument is. Negative dims count from the end. `None`
@@ -81,7 +89,13 @@ def chunk_and_checkpoint(
 
     """
     if not_options:
-        raise TypeError(_keyword_message(f, chunk_size, batch_dim, not_options))
+        chosen = {
+            "chunk_size": chunk_size,
+            "batch_dim": batch_dim,
+            "out_dim": out_dim,
+            "strategy": strategy,
+        }
+        raise TypeError(_keyword_message(f, chosen, not_options))
     run = _backend().untraced(_run)
     result = run(f, args, {}, chunk_size, batch_dim, out_dim, strategy)
     return cast("R", result)
@@ -91,7 +105,7 @@ def chunked(
     f: Callable[P, R],
     /,
     *,
-    chunk_size: int | None,
+    chunk_size: int | ChunkSizePolicy | None,
     batch_dim: BatchDim = 0,
     out_dim: OutDim = "auto",
     strategy: Strategy | StrategyName = "auto",
@@ -130,23 +144,53 @@ def chunked(
 
     """
     _check_callable(f)
-    checked_size(chunk_size)
+    _checked_size(chunk_size)
     chosen = resolve_strategy(strategy)
+    return _Chunked(f, chunk_size, batch_dim, out_dim, chosen)
 
-    # A module's __dict__ is its parameters, so only name and docstring are taken over.
-    @functools.wraps(f, updated=())
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+
+class _Chunked(Generic[P, R]):
+    """What `chunked` returns: an object, so that copies and pickles have their own `f`.
+
+    A module whose forward it has become is copied with that of the copy in it.
+    """
+
+    def __init__(
+        self,
+        f: Callable[P, R],
+        chunk_size: object,
+        batch_dim: object,
+        out_dim: object,
+        strategy: Strategy,
+    ) -> None:
+        self._f = f
+        self._options = chunk_size, batch_dim, out_dim, strategy
+        # A module's __dict__ is its parameters, so only name and docstring are taken.
+        functools.update_wrapper(self, f, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         run = _backend().untraced(_run)
-        result = run(f, args, kwargs, chunk_size, batch_dim, out_dim, chosen)
-        return cast("R", result)
+        return cast("R", run(self._f, args, kwargs, *self._options))
 
-    return call
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        """Bind it, where it is a method."""
+        return self if owner is None else types.MethodType(self, owner)
 
 
 class _Backend(Library, Protocol):
     """What this module asks of a backend."""
 
     def untraced(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+    def decide(
+        self,
+        policy: ChunkSizePolicy,
+        call: Call,
+        leaves: list[object],
+        plan: Plan,
+        out_dim: object,
+        strategy: Strategy,
+    ) -> int: ...
 
     def run(
         self,
@@ -168,7 +212,7 @@ def _run(
     strategy: object,
 ) -> object:
     _check_callable(f)
-    size = checked_size(chunk_size)
+    size = _checked_size(chunk_size)
     chosen = resolve_strategy(strategy)
     call, values = Call.split(f, args, kwargs)
     backend = _backend()
@@ -181,6 +225,11 @@ def _run(
         size,
     )
     check_out_dim(out_dim, plan)
+    if isinstance(chunk_size, ChunkSizePolicy):
+        chose = backend.decide(chunk_size, call, values, plan, out_dim, chosen)
+        plan = plan.in_chunks_of(chose)
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s", plan.summary(call.paths))
     return backend.run(call, values, plan, out_dim, chosen)
 
 
@@ -189,6 +238,11 @@ def _backend() -> _Backend:
     from chunkcheck import _torch  # noqa: PLC0415
 
     return _torch
+
+
+def _checked_size(chunk_size: object) -> int | None:
+    """Return rows per chunk; a policy is to be asked later."""
+    return None if isinstance(chunk_size, ChunkSizePolicy) else checked_size(chunk_size)
 
 
 def _check_callable(f: object) -> None:
@@ -200,17 +254,29 @@ def _check_callable(f: object) -> None:
 
 
 def _keyword_message(
-    f: Callable[..., Any],
-    chunk_size: object,
-    batch_dim: object,
-    keywords: Mapping[str, object],
+    f: Callable[..., Any], options: Mapping[str, object], keywords: Mapping[str, object]
 ) -> str:
-    """Say how to give `f` keyword arguments."""
+    """Say where keywords belong that are no options."""
+    names = ", ".join(map(repr, keywords))
+    found = (
+        f"chunk_and_checkpoint has no option {names} (it has {', '.join(options)}); "
+    )
+    of_strategy = {field.name for field in fields(Fused)}.intersection(keywords)
+    if of_strategy:
+        given = ", ".join(f"{key}={keywords[key]!r}" for key in sorted(of_strategy))
+        return f"{found}write strategy=Fused({given})"
+    for key in keywords:
+        if close := difflib.get_close_matches(key, options, n=1):
+            found += f"did you mean {close[0]}? "
+    defaults = {"out_dim": "auto", "strategy": "auto"}
+    shown = ", ".join(
+        f"{key}={value!r}"
+        for key, value in options.items()
+        if key not in defaults or value != defaults[key]
+    )
     name = getattr(f, "__name__", "f")
     given = ", ".join(f"{key}={key}" for key in keywords)
     return (
-        f"chunk_and_checkpoint has no option {', '.join(map(repr, keywords))} (it has"
-        " chunk_size, batch_dim, out_dim and strategy); if it is a keyword argument of"
-        f" f, use the curried form: chunked({name}, chunk_size={chunk_size!r},"
-        f" batch_dim={batch_dim!r})(..., {given})"
+        f"{found}if it is a keyword argument of f, use the curried form:"
+        f" chunked({name}, {shown})(..., {given})"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from chunkcheck._tree import Entry, step
@@ -48,6 +48,26 @@ class Plan:
         """Return the first row of a chunk and the row after its last."""
         start = chunk * self.size
         return start, min(start + self.size, self.rows)
+
+    def summary(self, paths: Sequence[str]) -> str:
+        """Return in words what is cut and what passes whole.
+
+        Args:
+            paths: Those of the leaves.
+
+        """
+        cut: dict[int | None, list[str]] = {}
+        for path, dim in zip(paths, self.dims, strict=True):
+            cut.setdefault(dim, []).append(path)
+        whole = ", ".join(cut.pop(None, [])) or "nothing"
+        parts = [f"{', '.join(found)} along dim {dim}" for dim, found in cut.items()]
+        count = len(self)
+        chunks = "1 chunk" if count == 1 else f"{count} chunks of {self.size} rows"
+        return f"{self.rows} rows in {chunks}: cut {'; '.join(parts)}; whole: {whole}"
+
+    def in_chunks_of(self, size: int) -> Plan:
+        """Return the same plan with another number of rows per chunk."""
+        return replace(self, size=max(1, min(size, self.rows)))
 
     @property
     def equal_chunks(self) -> bool:
@@ -220,10 +240,14 @@ def _plan_result(leaf: Leaf, plan: Plan, rows: int) -> Join:
         if not leaf.absent and (
             reduced or (value not in (None, "auto") and leaf.entry.exact)
         ):
-            remedy = ", or return a tensor if chunks are to be added" if reduced else ""
+            remedy = "write None there"
+            if reduced:
+                remedy = (
+                    "return a tensor, such as torch.tensor(n), for the chunks to be"
+                    " added, or write None if it does not depend on the rows"
+                )
             raise TypeError(
-                f"{leaf.path} is no tensor, but {where} is {value!r}: write None there"
-                f"{remedy}"
+                f"{leaf.path} is no tensor, but {where} is {value!r}: {remedy}"
             )
         return Join(leaf.path, None, tensor=False)
     if value == "auto":
@@ -241,7 +265,8 @@ def _join_dim(leaf: Leaf, shape: Shape, dim: int) -> int:
         raise ValueError(
             f"{leaf.path} is 0-dimensional and cannot be joined along dim {dim}: use"
             " out_dim='sum' or 'mean', as f does over its rows, or return one entry per"
-            " row"
+            " row; 'mean' only if all rows count the same: where some are ignored or"
+            " weighted, return the sum and the count, both 'sum', and divide outside"
         )
     return _normalized(leaf, shape, dim, "write the dim that holds the rows")
 
@@ -281,6 +306,6 @@ def check_rows(join: Join, shape: Shape, rows: int, chunk: str) -> None:
     if join.dim is not None and (len(shape) <= join.dim or shape[join.dim] != rows):
         raise ValueError(
             f"{join.path} has shape {shape} for {chunk}: expected {rows} rows along dim"
-            f" {join.dim}; write its dim in out_dim, or None if it does not depend on"
-            " the rows"
+            f" {join.dim}; write its dim in out_dim, 'sum' or 'mean' if f has reduced"
+            " over its rows, or None if it does not depend on the rows"
         )

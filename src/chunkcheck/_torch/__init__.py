@@ -3,6 +3,7 @@
 Imported when the first tensor is seen, since it imports torch.
 """
 
+from chunkcheck._torch.measure import decide as decide
 from chunkcheck._torch.run import run as run
 from chunkcheck._torch.run import untraced as untraced
 from chunkcheck._torch.tensors import is_tensor as is_tensor

@@ -224,6 +224,25 @@ def saved_by(node: Node) -> Iterator[Tensor]:
                 yield item
 
 
+def has_node_hooks(node: Node) -> bool:
+    """Whether hooks hang on a node itself. In doubt, yes.
+
+    A node cannot be asked, but a hook's handle knows the others of its kind.
+    """
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        hooks = getattr(handle, "hooks_dict_ref", lambda: None)()
+        alone = hooks is not None and len(hooks) == 1
+        handle.remove()
+        if not alone:
+            return True
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """Hang on a node, and change nothing."""
+
+
 ALPHA = "_saved_alpha"  # what some products are multiplied by
 _FACTORS = {
     "MmBackward0": {0: "_saved_self", 1: "_saved_mat2"},

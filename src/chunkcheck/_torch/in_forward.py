@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from chunkcheck._strategies import GradInForward
-from chunkcheck._torch.captures import borders
+from chunkcheck._torch.captures import Borders, borders
 from chunkcheck._torch.chunks import Chunks
-from chunkcheck._torch.compat import hooks_muted, next_number, will_run
+from chunkcheck._torch.compat import hooks_muted, next_number, number, will_run
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
 from chunkcheck._torch.products import add_gradients
-from chunkcheck._torch.reach import reach
+from chunkcheck._torch.reach import Reached, reach
 from chunkcheck._torch.replay import casts_off, own_casts
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved, kept_from
@@ -43,11 +43,12 @@ def run_in_forward(
         RuntimeError: They would not be exact, or are not those of one scalar.
 
     """
-    reason = why_not_apart(reach(chunks.f, *chunks.constants), tensors)
+    reached = reach(chunks.f, *chunks.constants)
     try:
+        reason = why_not_apart(reached, tensors)
         if reason is not None:
             raise UnsuitedError(reason)
-        return _InForward(options, chunks, tensors, out_dim).run(tensors)
+        return _InForward(options, chunks, tensors, out_dim, reached).run(tensors)
     except UnsuitedError as error:
         raise RuntimeError(
             f"strategy 'grad_in_forward' cannot be exact here: {error}; pass a tensor"
@@ -65,8 +66,10 @@ class _InForward:
         chunks: Chunks,
         tensors: Sequence[Tensor],
         out_dim: object,
+        reached: Reached,
     ) -> None:
         self._chunks = chunks
+        self._reached = reached
         self._asked = options.accumulate_dtype
         self._results = Results(chunks.plan, out_dim, accumulate_dtype=self._asked)
         self._cut = Apart(chunks, tensors, [t.requires_grad for t in tensors])
@@ -126,7 +129,7 @@ class _InForward:
             return []
         found = borders([scalar], given, first)
         if found is None or found.older:
-            raise UnsuitedError(HISTORY)
+            raise UnsuitedError(HISTORY + self._which(found))
         if chunk == 0:
             check_graph(found.nodes)
         wanted: list[tuple[Tensor, Gradient]] = []
@@ -148,6 +151,14 @@ class _InForward:
                 seed = torch.full_like(scalar, self._share(chunk))
                 add_gradients([(scalar, seed)], wanted, found.nodes, chunk)
         return new
+
+    def _which(self, found: Borders | None) -> str:
+        """Return which captured tensor has a history, if looking into `f` finds it."""
+        for tensor in self._reached.tensors if found is not None else ():
+            node = tensor.grad_fn
+            if node is not None and found and number(node) in found.older:
+                return f", one of shape {tuple(tensor.shape)} by {node.name()}"
+        return ""
 
     def _share(self, chunk: int) -> float:
         """Return what to weight a chunk with, beside a full one."""
@@ -183,7 +194,8 @@ class _InForward:
             raise RuntimeError(
                 "strategy 'grad_in_forward' gives the gradients of one result, but"
                 f" {', '.join(columns[c].join.path for c in several)} require one:"
-                " detach in f what is only reported, or use strategy='auto'"
+                " detach in f what is only reported, add up in f what is only added, or"
+                " use strategy='auto'"
             )
         ((self._column, scalar),) = ends
         join = columns[self._column].join

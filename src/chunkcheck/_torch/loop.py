@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from chunkcheck._torch.chunks import Chunks
-from chunkcheck._torch.compat import transforms_active
+from chunkcheck._torch.compat import next_number, transforms_active
 from chunkcheck._torch.cuts import Apart
 from chunkcheck._torch.results import Results, recompute_error
+from chunkcheck._torch.suited import check_unchunked
 from chunkcheck._torch.tensors import alias, cut, detached, is_tensor
 from chunkcheck._tree import Tree, align
 from chunkcheck._typing import ChunkStrategy
@@ -31,9 +32,12 @@ def run_loop(
     else:  # an `f` that turns grad mode on, to get forces from energies, needs leaves
         pieces = Apart(chunks, tensors, [t.requires_grad for t in tensors])
     for index in range(len(chunks.plan)):
-        chunk = _Chunk(chunks, index)
-        tree, values = chunk.result(execute(chunk, *pieces.given(index)))
+        chunk, given, first = _Chunk(chunks, index), pieces.given(index), next_number()
+        tree, values = chunk.result(execute(chunk, *given))
         values = results.accept(tree, values, index)
+        if index == 0:
+            unchunked = results.unchunked(values)
+            check_unchunked(unchunked, given, first, chunks.path, len(chunks.dims))
         results.put(values, index)
     return results.rebuilt(results.join(tensors))
 

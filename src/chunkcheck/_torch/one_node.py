@@ -44,6 +44,7 @@ from chunkcheck._torch.suited import (
     UnsuitedError,
     check_graph,
     check_leaf,
+    check_unchunked,
     differentiable,
 )
 from chunkcheck._torch.tape import (
@@ -123,6 +124,9 @@ class OneNode:
             raise UnsuitedError(HISTORY)
         if chunk == 0:
             check_graph(found.nodes)
+            unchunked = tape.results.unchunked(values)
+            path, cut = tape.chunks.path, len(tape.chunks.dims)
+            check_unchunked(unchunked, given, first, path, cut)
         if self._derived and not differentiable(found.nodes):
             tape.once = True
         new = [leaf for leaf in found.leaves if id(leaf) not in tape.captures]

@@ -38,6 +38,7 @@ from chunkcheck._torch.cuts import Apart, InPlace
 from chunkcheck._torch.replay import Replay
 from chunkcheck._torch.results import Results
 from chunkcheck._torch.saved import Saved
+from chunkcheck._torch.suited import check_unchunked
 from chunkcheck._torch.tape import OTHER_GRAPH, nodes_since, requiring
 
 
@@ -86,6 +87,9 @@ class OwnGraph:
             with nullcontext() if keep else saved_tensors_hooks(frame.pack, _unpack):
                 tree, values = self.replay.run(self.chunks.run, chunk, given)
             values = results.accept(tree, values, chunk)
+            if chunk == 0:
+                path, count = self.chunks.path, len(self.chunks.dims)
+                check_unchunked(results.unchunked(values), given, first, path, count)
             made = nodes_since(first)
             frame.close(borders(requiring(values), given, first), made)
             results.put(values, chunk)

@@ -20,8 +20,10 @@ from chunkcheck._torch.compat import (
     LEAF_NUMBER,
     factors,
     gradients,
+    has_node_hooks,
     has_tensor_hooks,
     number,
+    share_storage,
 )
 from chunkcheck._torch.gradients import Gradient, Sum
 from chunkcheck._torch.tensors import is_tensor
@@ -138,7 +140,11 @@ def _products(leaf: Tensor, node: Node, users: _Users) -> list[_Product]:
     """Return the products that use a leaf; none if anything else uses it."""
     found = []
     for user, index in users[node]:
+        if has_node_hooks(user):  # which would not see the gradient
+            return []
         if user.name() in _TRANSPOSING:
+            if any(has_node_hooks(u) for u, _ in users[user]):
+                return []
             uses = [_product(u, i, leaf.t(), transposed=True) for u, i in users[user]]
         else:
             uses = [_product(user, index, leaf, transposed=False)]
@@ -158,7 +164,8 @@ def _product(
     if not (
         is_tensor(factor)
         and is_tensor(other)
-        and factor.data_ptr() == leaf.data_ptr()
+        and share_storage(factor, leaf)
+        and factor.storage_offset() == leaf.storage_offset()
         and (factor.shape, factor.stride()) == (leaf.shape, leaf.stride())
         and other.dtype == leaf.dtype
         # One that `f` hung on the transpose has to see the gradient, too.

@@ -5,6 +5,7 @@ Knows trees, plans and tensors. Knows nothing of how the chunks were run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -20,6 +21,8 @@ from chunkcheck._torch.gradients import Sum, sum_dtype
 from chunkcheck._torch.joined import Joined
 from chunkcheck._torch.tensors import is_tensor
 from chunkcheck._tree import LEAF, Tree, align, broadcast, equal, unflatten
+
+_log = logging.getLogger("chunkcheck")
 
 
 class _Kind(NamedTuple):
@@ -91,10 +94,11 @@ class Results:
             ]
             for column in self.columns:
                 if isinstance(column.first, _Kind):
-                    check_rows(
-                        column.join, column.first.shape, stop - start, self._first
-                    )
-                    _check_reduction(column.join, column.first.dtype)
+                    shape, dtype = column.first.shape, column.first.dtype
+                    check_rows(column.join, shape, stop - start, self._first)
+                    _check_reduction(column.join, dtype)
+                    if self._plan.equal_chunks and shape[:1] == (stop - start,):
+                        self._warn_of_rows(column.join)
         return self.checked(tree, values, chunk)
 
     def put(
@@ -175,6 +179,19 @@ class Results:
             ]
         return leaves
 
+    def unchunked(self, values: Sequence[object]) -> list[tuple[str, object]]:
+        """Return the leaves of the first chunk that stand for all, with their paths.
+
+        None where there is one chunk only, which is the whole.
+        """
+        if len(self._plan) == 1:
+            return []
+        return [
+            (column.join.path, value)
+            for column, value in zip(self.columns, values, strict=True)
+            if column.join.only_first
+        ]
+
     def ends(
         self, values: Sequence[object], chunk: int, gradients: Mapping[int, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
@@ -246,6 +263,17 @@ class Results:
     def _name(self, chunk: int) -> str:
         return self._plan.describe(chunk)
 
+    def _warn_of_rows(self, join: Join) -> None:
+        """Warn of what may be one entry per row: unequal chunks would be an error."""
+        if join.reduction and self._plan.size > 1:
+            _log.warning(
+                "%s has as many entries as a chunk has rows, and out_dim=%r adds the"
+                " first ones of all chunks, the second ones, and so on: reduce over the"
+                " rows inside f if that is what they are",
+                join.path,
+                join.reduction,
+            )
+
     def _plan_joins(
         self, tree: Tree, values: list[object], rows: int
     ) -> tuple[Join, ...]:
@@ -273,8 +301,9 @@ class Results:
                     else "a result that is reduced over the chunks has the same shape"
                     " and dtype in all of them; reduce over the rows inside f"
                     if join.reduction
-                    else "a result without a batch dim must be the same in all chunks;"
-                    " return it as a tensor of one entry per row, or compute it outside"
+                    else "a result without a batch dim must be the same in all chunks,"
+                    " or compare equal; return it as a tensor of one entry per row, or"
+                    " do not return it (a cache: use_cache=False)"
                 )
             )
 

@@ -6,14 +6,15 @@ Knows leaves, nodes and modules. Knows nothing of chunks, nor what is done elsew
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from chunkcheck._torch.captures import borders
 from chunkcheck._torch.compat import has_tensor_hooks
 from chunkcheck._torch.reach import Reached
-from chunkcheck._torch.tensors import is_plain
+from chunkcheck._torch.tensors import is_plain, is_tensor
 
 HISTORY = "f captures a tensor that was computed from others"
 HOOKS = "f captures a tensor with hooks"
@@ -52,6 +53,46 @@ def why_not_apart(reached: Reached, tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
+def check_unchunked(
+    results: Iterable[tuple[str, object]],
+    given: Sequence[Tensor],
+    first: int | None,
+    path: Callable[[int], str],
+    cut: int,
+) -> None:
+    """Check that what is the first chunk's does not depend on its rows.
+
+    Args:
+        results: Those leaves of the first chunk's result, with their paths.
+        given: The tensors that `f` was given; those that are cut come first.
+        first: The sequence number of the first node that the run made.
+        path: Returns the path of one of the tensors.
+        cut: How many are cut.
+
+    Raises:
+        ValueError: One does, as its graph shows: a loss, or a norm of the rows.
+
+    """
+    for where, value in results:
+        if not is_tensor(value) or not value.requires_grad:
+            continue
+        found = borders([value], given, first)
+        # Such a node stands for all that it was given.
+        if found is None or _reentrant(found.nodes):
+            continue
+        if rows := sorted(i for i in found.given if i < cut):
+            raise ValueError(
+                f"{where} is computed from {path(rows[0])}, which is cut, but out_dim"
+                " is None there, which takes the first chunk's value and gradient:"
+                " write 'sum' or 'mean' to reduce it over the chunks, or the dim along"
+                " which it is joined"
+            )
+
+
+def _reentrant(nodes: Iterable[Node]) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+
+
 def check_leaf(leaf: Tensor) -> None:
     """Check that the gradient of a captured leaf can be asked for chunk by chunk.
 
@@ -72,7 +113,7 @@ def check_graph(nodes: Iterable[Node]) -> None:
         UnsuitedError: One cannot.
 
     """
-    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+    if _reentrant(nodes):
         raise UnsuitedError("f uses torch's reentrant checkpoint")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
@@ -70,11 +70,11 @@ class MemoryTrace(Generic[R_co]):
         phases: The phases by name, in the order in which they were first entered.
     """
 
-    result: R_co
+    result: R_co = field(repr=False)
     device: torch.device
     peak_bytes: int
     held_bytes: int
-    timeline: tuple[tuple[float, int], ...]
+    timeline: tuple[tuple[float, int], ...] = field(repr=False)
     phases: Mapping[str, PhaseMemory]
 
 
