@@ -25,7 +25,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run(page: Path) -> None:
     document = Document.parse(str(page), PythonCodeBlockParser())
     for example in document.examples():
@@ -45,7 +45,7 @@ def test_every_public_function_has_an_example_that_runs() -> None:
         for test in doctest.DocTestFinder().find(importlib.import_module(module))
         if test.examples
     }
-    assert {"chunk_and_checkpoint", "chunked", "measure_memory", "phase"} <= found
+    assert {"chunk_and_checkpoint", "chunked", "measure_memory", "profile", "check"} <= found
 
 
 def commands(text: str) -> list[str]:

@@ -473,7 +473,7 @@ def test_one_row_that_passes_whole_is_not_taken_for_a_chunks(
 def test_a_result_without_rows_is_the_first_chunks(
     case: Case, data: st.DataObject, device: torch.device
 ) -> None:
-    """Value and gradient, also where it does depend on the rows."""
+    """The value, also where it does depend on the rows, if it has no gradient."""
     first, array = next(
         (i, a) for i, a in enumerate(case.arrays) if a.rows == case.rows
     )
@@ -484,7 +484,7 @@ def test_a_result_without_rows_is_the_first_chunks(
     def f(*args: Any, **kwargs: Any) -> Tensor:
         given = [leaf for _, leaf in (*leaves(args), *leaves(kwargs))]
         x = [leaf for leaf in given if isinstance(leaf, Tensor)][first]
-        return as_rows(x, array.dim or 0).sum().sin()
+        return as_rows(x.detach(), array.dim or 0).sum().sin()
 
     f.__signature__ = whole.f.__signature__  # type: ignore[attr-defined]
     start, stop = case.chunks[0]
@@ -492,10 +492,9 @@ def test_a_result_without_rows_is_the_first_chunks(
     part = tensors[first].narrow(array.dim, start, stop - start)
     expected = as_rows(part, array.dim).sum().sin()
     found = case.call(Prepared(f, ours.args, ours.kwargs, ours.roots))
-    assert_same(found, expected, case.tolerance)
-    assert_same_gradients(
-        gradients(case, ours, found), gradients(case, whole, expected), case.tolerance
-    )
+    assert isinstance(found, Tensor)
+    assert not found.requires_grad
+    assert_same(found, expected.detach(), case.tolerance)
 
 
 def _dims_of(case: Case, output: Output) -> int:

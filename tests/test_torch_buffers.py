@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from chunkcheck import chunk_and_checkpoint
-from chunkcheck._torch import buffers
+from chunkcheck._torch import replay
 from chunkcheck._torch.buffers import Buffers, Owner, State
 from reference import Strategy, assert_same_as_loop, rows, strategies
 
@@ -70,9 +70,9 @@ def test_batch_norm_writes_in_training_only() -> None:
     assert not found.written
 
 
-def once(module: nn.Module) -> tuple[Buffers, State]:
+def once(module: nn.Module, largest: int = 2**20) -> tuple[Buffers, State]:
     """Run a module once, and return what its buffers held before."""
-    found = Buffers([module])
+    found = Buffers([module], largest)
     before = found.snapshot()
     module(torch.ones(2, 3))
     return found, found.written(before)
@@ -131,20 +131,18 @@ def test_restore(*, replace: bool) -> None:
     assert module.absent is None
 
 
-def test_a_large_buffer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_LARGEST", 8)
+def test_a_large_buffer_is_not_copied() -> None:
     module = Counter()
-    found, before = once(module)
+    found, before = once(module, largest=8)
     message = r"buffer 'n' of a Counter.* 24 bytes is too large for a copy per chunk"
     with pytest.raises(RuntimeError, match=message), found.seen_again(before):
         pass
     assert module.n.tolist() == [2] * 3
 
 
-def test_a_large_buffer_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_LARGEST", 8)
+def test_a_large_buffer_that_is_replaced() -> None:
     module = Counter(replace=True)
-    found, before = once(module)
+    found, before = once(module, largest=8)
     with found.seen_again(before):
         assert module.n.tolist() == [0] * 3
     assert module.n.tolist() == [2] * 3
@@ -309,7 +307,7 @@ def test_buffers_are_those_of_a_loop(name: str, *, history: bool) -> None:
 def test_a_large_buffer_that_f_only_reads(
     monkeypatch: pytest.MonkeyPatch, *, history: bool
 ) -> None:
-    monkeypatch.setattr(buffers, "_LARGEST", 8)
+    monkeypatch.setattr(replay, "LARGEST_BUFFER", 8)
     module, leaf, x = nn.BatchNorm1d(3).double().eval(), rows(3), rows(5, 3)
     shift = -leaf if history else leaf
     y = chunk_and_checkpoint(lambda x: module(x) * shift, x, chunk_size=2)
@@ -321,7 +319,7 @@ def test_a_large_buffer_is_never_written_to_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It cannot be rewound: either an error says so, or it holds what a loop leaves."""
-    monkeypatch.setattr(buffers, "_LARGEST", 8)
+    monkeypatch.setattr(replay, "LARGEST_BUFFER", 8)
     module, leaf, x = Counter(), rows(3), rows(6, 3)
     shift = -leaf
     unfound: Any = weakref.ref(shift)

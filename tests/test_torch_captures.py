@@ -899,3 +899,10 @@ def test_a_scripted_module() -> None:
         torch.autograd.grad(y.square().sum(), leaves), expected, strict=True
     ):
         torch.testing.assert_close(got, plain)
+
+
+def test_reach_looks_at_the_attributes_of_tensors() -> None:
+    generator = torch.Generator()
+    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2))):
+        tensor.generator = generator  # type: ignore[attr-defined]
+        assert reach(lambda: tensor).generators == [generator]  # noqa: B023

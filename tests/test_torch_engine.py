@@ -168,7 +168,7 @@ def test_a_call_without_gradients_takes_neither(
     with torch.no_grad():
         y = chunk_and_checkpoint(lambda x: x + shift, rows(5, 4), chunk_size=2)
     assert not y.requires_grad
-    assert not caplog.text
+    assert OWN_GRAPH not in caplog.text
 
 
 def test_an_autocast_cache_from_outside_is_no_capture(
@@ -180,7 +180,7 @@ def test_an_autocast_cache_from_outside_is_no_capture(
         y = chunk_and_checkpoint(linear, x, chunk_size=2)
     y.float().sum().backward()
     assert linear.weight.grad is not None
-    assert not caplog.text
+    assert OWN_GRAPH not in caplog.text
 
 
 class Noisy(nn.Module):

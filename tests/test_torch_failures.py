@@ -26,7 +26,7 @@ OUT_OF_MEMORY: list[BaseException] = [
             "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
             "NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:830",
             "UR backend failed: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40 bytes",
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40 B",
             "DefaultCPUAllocator: not enough memory: you tried to allocate 40 bytes",
         ],
     ),

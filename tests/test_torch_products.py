@@ -75,6 +75,12 @@ def node_hook(name: str, *, transposed: bool) -> Function:
     return f
 
 
+def sparse(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """As one takes the logit of the target."""
+    first = torch.zeros(len(x), 1, dtype=torch.int64)
+    return b.sum() * torch.gather(x @ w, 1, first, sparse_grad=True)
+
+
 # What adds by products, and what must not.
 FUNCTIONS: dict[str, tuple[Function, bool]] = {
     "linear": (F.linear, True),
@@ -96,6 +102,7 @@ FUNCTIONS: dict[str, tuple[Function, bool]] = {
     "both factors": (both_factors, False),
     "without x": (without_x, False),
     "tied": (tied, False),
+    "sparse gradient": (sparse, True),
     "hook on the transpose": (hooked, False),
     "hook on the product": (node_hook("register_hook", transposed=False), False),
     "prehook on the product": (node_hook("register_prehook", transposed=False), False),

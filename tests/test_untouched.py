@@ -50,6 +50,23 @@ def test_all_is_set_back() -> None:
     assert random.getstate() == states[2]
 
 
+def test_large_buffers_are_set_back_too() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: Tensor
+            self.register_buffer("counts", torch.zeros(5_000_000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts += 1
+            return x * self.counts[0]
+
+    module, x = Counts(), rows(3, 2)
+    with untouched(module, (x,), {}):
+        module(x)
+    assert not module.counts.any()
+
+
 def test_all_is_set_back_after_an_error() -> None:
     norm, x = nn.BatchNorm1d(4).double(), rows(5, 4)
     state = torch.get_rng_state()

@@ -20,7 +20,7 @@ from chunkcheck._sizes import ChunkSizePolicy
 from chunkcheck._strategies import Fused, Strategy, StrategyName, resolve_strategy
 from chunkcheck._typing import BatchDim, OutDim, P, R, Ts
 
-_log = logging.getLogger("chunkcheck")
+_log = logging.getLogger("chunkcheck.plan")
 
 
 def chunk_and_checkpoint(

@@ -5,6 +5,7 @@ Knows modules. Knows nothing of `f`, nor when it is run.
 
 from __future__ import annotations
 
+import math
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from chunkcheck._torch.captures import stamp
 from chunkcheck._torch.compat import buffers_of
 
-_LARGEST = 2**24  # bytes; to copy a larger one for each chunk would cost too much
 _ABSENT = object()  # stands for a buffer that is not registered
 
 Values: TypeAlias = dict[str, object]  # of buffers, by name
@@ -30,9 +30,14 @@ class Buffers:
 
     A buffer that is written to is known by what has been. Until then its first copy is
     up to date, so that only those that are written to are copied again for each run.
+
+    Args:
+        modules: The modules.
+        largest: The bytes from which on a buffer is not copied.
+
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], largest: float = math.inf) -> None:
         modules = list(modules)
         unseen = {
             id(inner)
@@ -41,7 +46,7 @@ class Buffers:
             for inner in module.modules()
         }
         self._owners = [
-            Owner(module, unseen=id(module) in unseen)
+            Owner(module, largest, unseen=id(module) in unseen)
             for module in modules
             # torch's own modules never get their first buffer in a run.
             if buffers_of(module) or not type(module).__module__.startswith("torch.nn.")
@@ -126,6 +131,7 @@ class Owner:
 
     Args:
         module: The module.
+        largest: The bytes from which on a buffer is not copied.
         unseen: Whether it may write to its buffers in ways that leave no trace.
 
     Attributes:
@@ -134,12 +140,15 @@ class Owner:
 
     """
 
-    def __init__(self, module: nn.Module, *, unseen: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, largest: float = math.inf, *, unseen: bool = False
+    ) -> None:
         self._module = module
+        self._largest = largest
         self._unseen = unseen
         self._before = dict(buffers_of(module))
         self._stamps = {n: stamp(b) for n, b in self._before.items() if b is not None}
-        self.first: Values = {n: _held(b) for n, b in self._before.items()}
+        self.first: Values = {n: self._held(b) for n, b in self._before.items()}
         self.written: set[str] = set()
 
     def look(self) -> None:
@@ -155,7 +164,7 @@ class Owner:
         if self._unseen or (
             self._module.training and buffers.get("running_mean") is not None
         ):
-            self.written |= {n for n, b in buffers.items() if not _is_large(b)}
+            self.written |= {n for n, b in buffers.items() if not self._is_large(b)}
 
     def own(self) -> Values:
         """Return those buffers that are written to."""
@@ -164,7 +173,7 @@ class Owner:
 
     def now(self) -> Values:
         """Return what they hold."""
-        return {name: _held(buffer) for name, buffer in self.own().items()}
+        return {name: self._held(buffer) for name, buffer in self.own().items()}
 
     def known(self, held: Values) -> Values:
         """Return buffers to write to, given what they held.
@@ -214,25 +223,23 @@ class Owner:
         self.first = {name: self.first.get(name, _ABSENT) for name in self.written}
         self._before, self._stamps = {}, {}
 
+    def _is_large(self, buffer: object) -> bool:
+        return isinstance(buffer, Tensor) and buffer.nbytes > self._largest
+
+    def _held(self, buffer: object) -> object:
+        """Return what a buffer holds."""
+        if not isinstance(buffer, Tensor):
+            return buffer
+        if self._is_large(buffer):
+            return _Large(buffer, stamp(buffer))
+        return buffer.detach().clone()
+
 
 class _Large(NamedTuple):
     """A buffer that is too large to be copied."""
 
     buffer: Tensor
     stamp: object
-
-
-def _is_large(buffer: object) -> bool:
-    return isinstance(buffer, Tensor) and buffer.nbytes > _LARGEST
-
-
-def _held(buffer: object) -> object:
-    """Return what a buffer holds."""
-    if not isinstance(buffer, Tensor):
-        return buffer
-    if _is_large(buffer):
-        return _Large(buffer, stamp(buffer))
-    return buffer.detach().clone()
 
 
 def _to_write_to(held: object) -> object:

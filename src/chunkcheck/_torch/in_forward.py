@@ -50,10 +50,11 @@ def run_in_forward(
             raise UnsuitedError(reason)
         return _InForward(options, chunks, tensors, out_dim, reached).run(tensors)
     except UnsuitedError as error:
+        captured = str(error).startswith(HISTORY)
+        remedy = "pass it as an argument (None in batch_dim passes it whole), or "
         raise RuntimeError(
-            f"strategy 'grad_in_forward' cannot be exact here: {error}; pass a tensor"
-            " that f captures as an argument (None in batch_dim passes it whole), or"
-            " use strategy='auto'"
+            f"strategy 'grad_in_forward' cannot be exact here: {error};"
+            f" {remedy if captured else ''}use strategy='auto'"
         ) from None
 
 

@@ -26,7 +26,7 @@ from chunkcheck._torch.compat import (
     share_storage,
 )
 from chunkcheck._torch.gradients import Gradient, Sum
-from chunkcheck._torch.tensors import is_tensor
+from chunkcheck._torch.tensors import is_plain, is_tensor
 
 # From here on a gradient is added to its sum as soon as it is there, so that no two of
 # one chunk are held at once. It takes a hook, and longer if the gradient is small.
@@ -184,6 +184,8 @@ def _add_product(
     gradient, other = of_outputs[0], held.pop()
     if gradient is None:
         return
+    if not is_plain(gradient):  # sparse, which cannot be added so
+        gradient = gradient.to_dense()
     leaf_first, transposed, alpha = how
     other = other.t()
     a, b = (gradient, other) if leaf_first else (other, gradient)

@@ -89,6 +89,7 @@ _mro: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
 _of_class: Callable[[type], Mapping[str, object]] = vars(type)["__dict__"].__get__
 _of_module: Callable[[nn.Module], dict[str, object]]
 _of_module = vars(nn.Module)["__dict__"].__get__
+_of_tensor: Callable[[Tensor], dict[str, object]] = vars(Tensor)["__dict__"].__get__
 _of_file: Callable[[types.ModuleType], dict[str, object]]
 _of_file = vars(types.ModuleType)["__dict__"].__get__
 
@@ -118,7 +119,8 @@ class _Search:
             kept[id(value)] = value
             if issubclass(kind, Tensor):
                 found.tensors.append(value)
-                if kind is Tensor or kind is nn.Parameter:
+                plain = kind is Tensor or kind is nn.Parameter
+                if plain and not _of_tensor(value):
                     continue
             elif issubclass(kind, torch.Generator):
                 found.generators.append(value)
@@ -145,7 +147,7 @@ class _Search:
         if id(kind) in _SEQUENCES:
             return value  # type: ignore[no-any-return]
         if issubclass(kind, Tensor):
-            return self._in_class(kind)
+            return chain(_of_tensor(value).values(), self._in_class(kind))
         if issubclass(kind, type):
             return chain(_makers(value), self._in_class(value), self._in_class(kind))
         if issubclass(kind, types.ModuleType):

@@ -42,6 +42,9 @@ from chunkcheck._torch.compat import (
 from chunkcheck._torch.reach import Reached
 from chunkcheck._torch.tensors import is_plain
 
+# Bytes; to copy a larger buffer for each chunk would cost too much.
+LARGEST_BUFFER = 2**24
+
 # What is replayed belongs to the process, or to modules that threads may share.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -235,7 +238,7 @@ class Replay:
         self._simple = not self._casts and options.context_fn is None
         self._training = [(module, module.training) for module in reached.modules]
         self._leaves = [(t, t.requires_grad) for t in reached.tensors if t.is_leaf]
-        self._buffers = Buffers(reached.modules)
+        self._buffers = Buffers(reached.modules, LARGEST_BUFFER)
         self._frozen = [
             t for t in reached.tensors if isinstance(t, nn.Parameter) and is_plain(t)
         ]

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from chunkcheck._strategies import Fused
-from chunkcheck._torch.reach import reach
+from chunkcheck._torch.buffers import Buffers
+from chunkcheck._torch.reach import Reached, reach
 from chunkcheck._torch.replay import Replay
 from chunkcheck._tree import flatten
 
@@ -35,8 +36,10 @@ def untouched(
     leaves, _ = flatten((args, dict(kwargs)))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     reached = reach(f, *leaves)
-    replay = Replay(Fused(preserve_python_rng_state=True), reached, given)
+    random = Reached(generators=reached.generators, tensors=reached.tensors)
+    replay = Replay(Fused(preserve_python_rng_state=True), random, given)
     replay.run(lambda: None)  # which makes what is there now the first state
+    buffers = Buffers(reached.modules)  # large ones as well: there is one copy only
     tensors = {id(t): t for t in (*given, *reached.tensors) if t.is_leaf}
     gradients = [(t, t.grad) for t in tensors.values()]
     flags = [(module, module.training) for module in reached.modules]
@@ -49,4 +52,5 @@ def untouched(
             tensor.grad = gradient
         for module, training in flags:
             module.training = training
+        buffers.restore()
         replay.rewind()

@@ -1,12 +1,43 @@
 """Tools that measure what chunking buys. Importing this package imports torch."""
 
-from chunkcheck.diagnostics._memory import MemoryTrace as MemoryTrace
-from chunkcheck.diagnostics._memory import PhaseMemory as PhaseMemory
-from chunkcheck.diagnostics._memory import measure_memory as measure_memory
-from chunkcheck.diagnostics._memory import phase as phase
+from chunkcheck._torch.meter import MemoryTrace as MemoryTrace
+from chunkcheck._torch.meter import PhaseMemory as PhaseMemory
+from chunkcheck._torch.meter import measure_memory as measure_memory
+from chunkcheck._torch.meter import phase as phase
+from chunkcheck.diagnostics._check import assert_equivalent as assert_equivalent
+from chunkcheck.diagnostics._check import check as check
+from chunkcheck.diagnostics._profile import profile as profile
+from chunkcheck.diagnostics._report import Finding as Finding
+from chunkcheck.diagnostics._report import Report as Report
+from chunkcheck.diagnostics._result import Profile as Profile
+from chunkcheck.diagnostics._rows import ProfileRow as ProfileRow
 
-__all__ = ["MemoryTrace", "PhaseMemory", "measure_memory", "phase"]
+__all__ = [
+    "Finding",
+    "MemoryTrace",
+    "PhaseMemory",
+    "Profile",
+    "ProfileRow",
+    "Report",
+    "assert_equivalent",
+    "check",
+    "measure_memory",
+    "phase",
+    "profile",
+]
 
-for _public in (MemoryTrace, PhaseMemory, measure_memory, phase):
+for _public in (
+    Finding,
+    MemoryTrace,
+    PhaseMemory,
+    Profile,
+    ProfileRow,
+    Report,
+    assert_equivalent,
+    check,
+    measure_memory,
+    phase,
+    profile,
+):
     _public.__module__ = __name__  # what a user can import
 del _public
