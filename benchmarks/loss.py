@@ -161,7 +161,7 @@ def measure(setting: Setting) -> Part:
             Figure(
                 f"{key}_{name}",
                 f"{LABELS['fast']}, {name} relative to {LABELS[key]}",
-                value,
+                round(value, 4),  # a few bytes are the count of the rows
                 "ratio",
                 limit=1.0,
                 note=note,

@@ -45,7 +45,7 @@ def test_every_public_function_has_an_example_that_runs() -> None:
         for test in doctest.DocTestFinder().find(importlib.import_module(module))
         if test.examples
     }
-    assert {"chunk_and_checkpoint", "chunked", "measure_memory", "profile", "check"} <= found
+    assert {"chunk_and_checkpoint", "chunked", "profile", "check"} <= found
 
 
 def commands(text: str) -> list[str]:
