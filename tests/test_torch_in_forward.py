@@ -735,6 +735,31 @@ def test_another_result_in_a_later_chunk() -> None:
         call(f, ("sum", "sum"))
 
 
+@pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this torch has none"
+)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_gradients_are_those_of_torchs_own_chunked_loss(scale: float) -> None:
+    x = torch.randn(50, 16, requires_grad=True)
+    w = torch.randn(400, 16, requires_grad=True)
+    target = torch.randint(400, (50,))
+    target[3:20] = -100
+
+    def f(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(F.linear(x, w), target, reduction="sum")
+        return loss, (target != -100).sum()
+
+    functions: Any = F
+    options = {"options": nn.LinearCrossEntropyOptions(batch_chunk_size=16)}  # type: ignore[attr-defined]
+    theirs = functions.linear_cross_entropy(x, w, target, **options)
+    total, count = chunk_and_checkpoint(
+        f, x, target, chunk_size=16, out_dim=("sum", "sum"), strategy=IN_FORWARD
+    )
+    assert_close(total / count, theirs, "loss")
+    got = torch.autograd.grad(total / count * scale, [x, w])
+    assert_all_close(got, torch.autograd.grad(theirs * scale, [x, w]))
+
+
 def test_captures_that_were_computed() -> None:
     w = rows(4).exp()
     with pytest.raises(

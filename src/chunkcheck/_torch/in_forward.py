@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chunkcheck._strategies import GradInForward
-from chunkcheck._torch.captures import Borders, borders
+from chunkcheck._torch.captures import borders
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import hooks_muted, next_number, number, will_run
 from chunkcheck._torch.cuts import Apart
@@ -130,7 +130,8 @@ class _InForward:
             return []
         found = borders([scalar], given, first)
         if found is None or found.older:
-            raise UnsuitedError(HISTORY + self._which(found))
+            older = found.older if found is not None else []
+            raise UnsuitedError(HISTORY + self._which(older))
         if chunk == 0:
             check_graph(found.nodes)
         wanted: list[tuple[Tensor, Gradient]] = []
@@ -153,11 +154,11 @@ class _InForward:
                 add_gradients([(scalar, seed)], wanted, found.nodes, chunk)
         return new
 
-    def _which(self, found: Borders | None) -> str:
-        """Return which captured tensor has a history, if looking into `f` finds it."""
-        for tensor in self._reached.tensors if found is not None else ():
+    def _which(self, numbers: Sequence[int]) -> str:
+        """Return which captured tensor has a node of these, if `f` shows it."""
+        for tensor in self._reached.tensors:
             node = tensor.grad_fn
-            if node is not None and found and number(node) in found.older:
+            if node is not None and number(node) in numbers:
                 return f", one of shape {tuple(tensor.shape)} by {node.name()}"
         return ""
 
