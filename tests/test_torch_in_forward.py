@@ -750,8 +750,9 @@ def test_gradients_are_those_of_torchs_own_chunked_loss(scale: float) -> None:
         return loss, (target != -100).sum()
 
     functions: Any = F
-    options = {"options": nn.LinearCrossEntropyOptions(batch_chunk_size=16)}  # type: ignore[attr-defined]
-    theirs = functions.linear_cross_entropy(x, w, target, **options)
+    modules: Any = nn
+    options = modules.LinearCrossEntropyOptions(batch_chunk_size=16)
+    theirs = functions.linear_cross_entropy(x, w, target, options=options)
     total, count = chunk_and_checkpoint(
         f, x, target, chunk_size=16, out_dim=("sum", "sum"), strategy=IN_FORWARD
     )
