@@ -66,6 +66,7 @@ LAYERS = [
     "chunkcheck.diagnostics._result",
     "chunkcheck.diagnostics._trials",
     "chunkcheck.diagnostics._profile",
+    "chunkcheck.diagnostics._tune",
     "chunkcheck.diagnostics",
 ]
 # Both belong to the torch backend, and it may split what it likes among them.

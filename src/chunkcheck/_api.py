@@ -211,12 +211,36 @@ def _run(
     out_dim: object,
     strategy: object,
 ) -> object:
+    chosen = resolve_strategy(strategy)
+    call, values, plan = planned(f, args, kwargs, chunk_size, batch_dim, out_dim)
+    backend = _backend()
+    if isinstance(chunk_size, ChunkSizePolicy):
+        chose = backend.decide(chunk_size, call, values, plan, out_dim, chosen)
+        plan = plan.in_chunks_of(chose)
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s", plan.summary(call.paths))
+    return backend.run(call, values, plan, out_dim, chosen)
+
+
+def planned(
+    f: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    chunk_size: object,
+    batch_dim: object,
+    out_dim: object,
+) -> tuple[Call, list[object], Plan]:
+    """Return a call taken apart, its leaves, and how they are to be cut.
+
+    Raises:
+        TypeError, ValueError: An argument or an option is of the wrong kind.
+
+    """
     _check_callable(f)
     size = _checked_size(chunk_size)
-    chosen = resolve_strategy(strategy)
     call, values = Call.split(f, args, kwargs)
-    backend = _backend()
     entries = batch_entries(call, batch_dim, [is_array(value) for value in values])
+    backend = _backend()
     plan = plan_arguments(
         [
             classify(path, value, entry, backend)
@@ -225,12 +249,7 @@ def _run(
         size,
     )
     check_out_dim(out_dim, plan)
-    if isinstance(chunk_size, ChunkSizePolicy):
-        chose = backend.decide(chunk_size, call, values, plan, out_dim, chosen)
-        plan = plan.in_chunks_of(chose)
-    if _log.isEnabledFor(logging.INFO):
-        _log.info("%s", plan.summary(call.paths))
-    return backend.run(call, values, plan, out_dim, chosen)
+    return call, values, plan
 
 
 def _backend() -> _Backend:

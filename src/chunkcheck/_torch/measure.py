@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,16 +28,21 @@ from chunkcheck._strategies import Strategy
 from chunkcheck._torch.compat import has_values
 from chunkcheck._torch.failures import is_out_of_memory
 from chunkcheck._torch.free import free_memory
-from chunkcheck._torch.meter import MemoryTrace, measure_memory, phase
+from chunkcheck._torch.meter import (
+    MemoryTrace,
+    measure_memory,
+    phase,
+)
 from chunkcheck._torch.reach import reach
 from chunkcheck._torch.run import run
 from chunkcheck._torch.tensors import is_tensor
-from chunkcheck._torch.untouched import untouched
+from chunkcheck._torch.untouched import old_objects_apart, untouched
 from chunkcheck._tree import flatten
 
 _log = logging.getLogger("chunkcheck")
 
 _MOST_KNOWN = 1024
+_TIMED = 64  # rows that are timed at least
 _known: dict[Hashable, int] = {}  # the chunk sizes that have been decided
 
 
@@ -55,7 +62,8 @@ def decide(
         chosen = policy
         if isinstance(policy, MemoryBudget):
             chosen = MemoryBudget(policy.bytes(free_memory(probe.device)))
-        size = checked_size(chosen.resolve(plan.rows, probe.peak)) or plan.rows
+        with old_objects_apart():
+            size = checked_size(chosen.resolve(plan.rows, probe.peak)) or plan.rows
         size = max(1, min(size, plan.rows))
         group = getattr(policy, "group", None)
         if group is not None:
@@ -111,6 +119,31 @@ class Probe:
             return math.inf
         more = rows / size - 2
         return max(a + (b - a) * more for a, b in zip(two, three, strict=True))
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds per row of forward and backward in chunks of `size` rows.
+
+        The median of some runs of at least three chunks; infinity if memory runs out.
+        """
+        rows = min(self._plan.rows, max(3 * size, _TIMED))
+        try:
+            with untouched(self._call.f, tuple(self._leaves), {}) as captured:
+                return median(self._timed(rows, size, captured)) / rows
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return math.inf
+
+    def _timed(
+        self, rows: int, size: int, captured: Sequence[Tensor]
+    ) -> Iterator[float]:
+        for turn in range(4):
+            start = perf_counter()
+            self._run(rows, size, captured, phase)
+            if self.device.type not in ("cpu", "meta"):
+                torch.get_device_module(self.device).synchronize(self.device)
+            if turn:  # the first one warms up
+                yield perf_counter() - start
 
     def _measured(self, rows: int, size: int) -> list[int]:
         """Return the peaks of forward and of backward."""

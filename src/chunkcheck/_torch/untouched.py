@@ -6,6 +6,7 @@ of why the function is run.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,3 +55,21 @@ def untouched(
             module.training = training
         buffers.restore()
         replay.rewind()
+
+
+@contextmanager
+def old_objects_apart() -> Iterator[None]:
+    """Keep the garbage collections that come from going through all that is there.
+
+    There is one before each measurement, and all of Python's objects can take as long
+    as many runs.
+    """
+    if gc.get_freeze_count():  # the user's own, which would be undone
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -11,6 +11,7 @@ from chunkcheck.diagnostics._report import Finding as Finding
 from chunkcheck.diagnostics._report import Report as Report
 from chunkcheck.diagnostics._result import Profile as Profile
 from chunkcheck.diagnostics._rows import ProfileRow as ProfileRow
+from chunkcheck.diagnostics._tune import tune as tune
 
 __all__ = [
     "Finding",
@@ -24,6 +25,7 @@ __all__ = [
     "measure_memory",
     "phase",
     "profile",
+    "tune",
 ]
 
 for _public in (
@@ -38,6 +40,7 @@ for _public in (
     measure_memory,
     phase,
     profile,
+    tune,
 ):
     _public.__module__ = __name__  # what a user can import
 del _public

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chunkcheck._torch.failures import is_out_of_memory
 from chunkcheck._torch.meter import measure_memory, phase
+from chunkcheck._torch.untouched import old_objects_apart
 from chunkcheck._tree import flatten
 from chunkcheck.diagnostics._rows import ProfileRow
 
@@ -201,7 +202,7 @@ def run_all(
     A busy machine slows down all of them alike, so a ratio is taken within each round.
     """
     ticking = _ticking(len(trials) * (rounds + 2), shown=progress)
-    with _old_objects_apart(), ticking as tick:
+    with old_objects_apart(), ticking as tick:
         for trial in trials:
             _attempt(trial, partial(trial.first_run, outside))
             tick()
@@ -211,24 +212,6 @@ def run_all(
             for trial in trials if taken % 2 else reversed(trials):
                 _attempt(trial, partial(trial.time, device))
                 tick()
-
-
-@contextmanager
-def _old_objects_apart() -> Iterator[None]:
-    """Keep the garbage collections that come from going through all that is there.
-
-    There is one before each measurement, and all of Python's objects can take as long
-    as many runs.
-    """
-    if gc.get_freeze_count():  # the user's own, which would be undone
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _attempt(trial: Trial, act: Callable[[], None]) -> None:
