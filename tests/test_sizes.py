@@ -384,3 +384,17 @@ def test_a_group_of_one() -> None:
         assert f.rows[-1] == 7
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_policy_of_ones_own_need_not_be_hashable() -> None:
+    class Two:
+        __hash__ = None  # type: ignore[assignment]
+
+        def resolve(self, rows: int, measure: Callable[[int], float]) -> int:
+            assert measure(rows) > 0
+            return 2
+
+    f = Counted(torch.sin)
+    for count in (5, 3):
+        chunk_and_checkpoint(f, rows(count, 4), chunk_size=Two())
+    assert f.rows[-2:] == [2, 1]

@@ -96,7 +96,8 @@ class MemoryBudget:
             included: bytes, a string such as "2GiB" or "500 MB", or a float below 1
             for that part of the memory that is free when it is decided.
         group: A process group whose ranks take the smallest of their choices, so that
-            all have chunks of the same size. All of them must make the call.
+            all have chunks of the same size. All of them must make the call, and ask
+            each other at each one.
 
     Raises:
         TypeError: `memory` is none of these.

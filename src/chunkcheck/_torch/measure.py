@@ -56,23 +56,25 @@ def decide(
 ) -> int:
     """Return the rows per chunk that a policy chooses for a call."""
     probe = Probe(call, leaves, plan, out_dim, strategy)
+    if not isinstance(policy, MemoryBudget):
+        return _resolved(policy, probe, plan)
     key = _key(policy, call, leaves, plan, strategy)
     size = _known.get(key)
     if size is None:
-        chosen = policy
-        if isinstance(policy, MemoryBudget):
-            chosen = MemoryBudget(policy.bytes(free_memory(probe.device)))
+        budget = MemoryBudget(policy.bytes(free_memory(probe.device)))
         with old_objects_apart():
-            size = checked_size(chosen.resolve(plan.rows, probe.peak)) or plan.rows
-        size = max(1, min(size, plan.rows))
-        group = getattr(policy, "group", None)
-        if group is not None:
-            size = _smallest(size, group, probe.device)
+            size = _resolved(budget, probe, plan)
         _log.info("%s chose chunks of %d rows of %d", policy, size, plan.rows)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = size
-    return size
+    # At each call: what one rank knows already, another may not, and would wait.
+    group = policy.group
+    return size if group is None else _smallest(size, group, probe.device)
+
+
+def _resolved(policy: ChunkSizePolicy, probe: Probe, plan: Plan) -> int:
+    return checked_size(policy.resolve(plan.rows, probe.peak)) or max(1, plan.rows)
 
 
 class Probe:
@@ -252,7 +254,7 @@ def _smallest(size: int, group: Any, device: torch.device) -> int:
 
 
 def _key(
-    policy: ChunkSizePolicy,
+    policy: MemoryBudget,
     call: Call,
     leaves: Sequence[object],
     plan: Plan,
