@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chunkcheck import chunk_and_checkpoint
-from chunkcheck.diagnostics import measure_memory, tune
+from chunkcheck import NoCheckpoint, chunk_and_checkpoint
+from chunkcheck._api import planned
+from chunkcheck._torch.measure import Probe
+from chunkcheck.diagnostics import _tune, measure_memory, tune
 from reference import rows
 
 
@@ -38,33 +40,56 @@ def test_what_is_chosen_fits(share: float) -> None:
     assert size > 1  # single rows are slow
 
 
-class Slow(nn.Module):
-    """Takes a time per call and one per row, so that it is known what is fast."""
+class Known:
+    """Stands for a probe: memory and time are known, and no clock is asked."""
 
-    def __init__(self, per_call: float, per_row: float) -> None:
-        super().__init__()
-        self.times = per_call, per_row
+    device = torch.device("cpu")
 
-    def forward(self, x: Tensor) -> Tensor:
-        per_call, per_row = self.times
-        time.sleep(per_call + per_row * len(x))
-        return x.sin()
+    def __init__(self, *options: object) -> None:
+        self.plain = isinstance(options[-1], NoCheckpoint)
+
+    def peak(self, size: int) -> float:
+        return 1000 + 10 * size
+
+    def seconds(self, size: int) -> float:
+        return 1.0 if self.plain else 2 + 8 / size if size < 16 else 2.4
 
 
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tune, "Probe", Known)
+
+
+@pytest.mark.usefixtures("known")
 def test_the_fastest_is_chosen() -> None:
     x = rows(64, 4)
-    assert tune(Slow(4e-3, 0), x) == 64
-    assert tune(Slow(0, 1e-3), x) < 64  # all are as fast: less memory is better
+    assert tune(torch.sin, x) == 16  # 64 takes as long and more memory
+    assert tune(torch.sin, x, memory_budget=1100) == 10
 
 
+@pytest.mark.usefixtures("known")
 def test_the_least_memory_within_a_slowdown() -> None:
-    f, x = Slow(1e-3, 0.25e-3), rows(64, 4000)
-    # Plain takes 17 ms, n chunks take 2 (n + 16) ms with the recompute.
-    sizes = [tune(f, x, max_slowdown=slowdown) for slowdown in (2.3, 3.5)]
-    assert sizes[0] > sizes[1]
-    assert 4 <= sizes[1] <= 32
+    x = rows(64, 4)
+    assert tune(torch.sin, x, max_slowdown=6.5) == 2
+    assert tune(torch.sin, x, max_slowdown=5) == 4
+    assert tune(torch.sin, x, max_slowdown=2.5) == 16
     with pytest.raises(ValueError, match=r"max_slowdown=1\.2 asks for: the fastest"):
-        tune(f, x, max_slowdown=1.2)
+        tune(torch.sin, x, max_slowdown=1.2)
+    with pytest.raises(ValueError, match=r"takes 2\.80 times as long as plain f"):
+        tune(torch.sin, x, max_slowdown=2.5, memory_budget=1100)
+
+
+def test_the_time_of_a_row() -> None:
+    x = rows(64, 4)
+
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(2e-3)
+        return x.sin()
+
+    call, leaves, plan = planned(slow, (x,), {}, None, 0, "auto")
+    probe = Probe(call, leaves, plan, "auto", NoCheckpoint())
+    assert probe.seconds(1) >= 2e-3
+    assert 2e-3 / 32 <= probe.seconds(32) < 2e-3
 
 
 def test_keywords_and_no_trace() -> None:

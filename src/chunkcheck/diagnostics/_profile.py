@@ -97,8 +97,8 @@ def profile(
         ... )
         >>> x = torch.randn(1000, 8, requires_grad=True)
         >>> found = profile(mlp, x, chunk_sizes=[100, 10], rounds=1)
-        >>> [str(row) for row in found.rows]
-        ['plain', 'checkpoint', 'auto, chunk_size=100', 'auto, chunk_size=10']
+        >>> print(*found.rows, sep="; ")
+        plain; checkpoint; auto, chunk_size=100; auto, chunk_size=10
         >>> plain, whole, *in_chunks = [row.peak_bytes for row in found.rows]
         >>> max(in_chunks) < plain / 4
         True
