@@ -120,7 +120,8 @@ TENSORS = [
         id="named",
         marks=[
             pytest.mark.skipif(
-                not hasattr(torch.Tensor, "refine_names"), reason="none in this torch"
+                not hasattr(torch.Tensor, "refine_names"),
+                reason="torch has no named tensors any more",
             ),
             pytest.mark.filterwarnings("ignore:Named tensors"),
         ],

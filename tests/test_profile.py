@@ -440,7 +440,7 @@ def test_json_and_back(tmp_path: Path) -> None:
 
 
 def test_the_plot() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib", reason="plots need it")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.figure import Figure
@@ -644,7 +644,7 @@ def test_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if terminal:
-        pytest.importorskip("rich")
+        pytest.importorskip("rich", reason="the bar needs it")
     monkeypatch.setattr(trials, "_PATIENCE", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setenv("TERM", "xterm")

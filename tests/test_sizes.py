@@ -372,7 +372,7 @@ def test_a_group_must_be_there() -> None:
         chunk_and_checkpoint(torch.sin, rows(7, 4), chunk_size=budget)
 
 
-@pytest.mark.skipif(not distributed.is_available(), reason="this torch has none")
+@pytest.mark.skipif(not distributed.is_available(), reason="built without it")
 def test_a_group_of_one() -> None:
     torch_distributed: Any = distributed
     store = torch_distributed.HashStore()

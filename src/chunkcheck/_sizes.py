@@ -170,8 +170,7 @@ def largest_that_fits(rows: int, budget: float, measure: Measure) -> int:
     not fit. If not even one row fits, that is the answer, and a warning is logged.
     """
     search = Search(rows, measure)
-    while search.goes_on(budget):
-        pass
+    search.run(budget)
     if not search.fitting(budget):
         _log.warning(
             "not even chunks of one row fit into %s bytes: they take %s",
@@ -179,7 +178,6 @@ def largest_that_fits(rows: int, budget: float, measure: Measure) -> int:
             f"{search.known[1]:,.0f}",
         )
         return 1
-    search.refine(budget)
     return max(search.fitting(budget))
 
 
@@ -205,19 +203,14 @@ class Search:
         last = max(self.known)
         return self.known[last] + (size - last) * self._slope()
 
-    def goes_on(self, budget: float) -> bool:
-        """Measure a larger chunk if one fits, a smaller one if none does.
-
-        Returns:
-            Whether there is anything left to measure.
-
-        """
-        size = self._next(budget)
-        if size is not None:
+    def run(self, budget: float) -> None:
+        """Measure larger chunks while they fit, or smaller ones until one does."""
+        while (size := self._next(budget)) is not None:
             self._look(size)
-        return size is not None
+        if self.fitting(budget):
+            self._refine(budget)
 
-    def refine(self, budget: float) -> None:
+    def _refine(self, budget: float) -> None:
         """Measure one size between the largest that fits and the next one, if any."""
         largest = max(self.fitting(budget))
         slope = self._slope()

@@ -13,10 +13,9 @@ from torch import Tensor
 from chunkcheck._torch.captures import alive
 from chunkcheck._torch.compat import gradients, hooks_muted
 from chunkcheck._torch.cuts import Apart
-from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
+from chunkcheck._torch.gradients import Gradient, Sum, gradient_maker
 from chunkcheck._torch.products import add_gradients
 from chunkcheck._torch.tape import OTHER_GRAPH, Kept, Tape
-from chunkcheck._torch.tensors import dense_strides
 
 
 class Backward:
@@ -51,9 +50,9 @@ class Backward:
         sources = [*tensors, *tape.captures.values()]
         asked = tape.options.accumulate_dtype
         self._totals: dict[int, Gradient] = {
-            i: Rows(sources[i].shape, dense_strides(sources[i]), dims[i], plan.size)
-            if i < len(dims)
-            else Sum(sum_dtype(asked, sources[i].dtype))
+            i: gradient_maker(
+                sources[i], dims[i] if i < len(dims) else None, plan.size, asked
+            )()
             for i in wanted
         }
         self._given = [i for i in wanted if i < len(tensors)]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from chunkcheck._torch.compat import graph_task
-from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
+from chunkcheck._torch.gradients import Gradient, gradient_maker
 from chunkcheck._torch.tape import Runnable
-from chunkcheck._torch.tensors import alias, cut, dense_strides, is_plain, stub
+from chunkcheck._torch.tensors import alias, cut, is_plain, stub
 
 
 class Apart:
@@ -67,12 +67,7 @@ class InPlace:
         for index, tensor in enumerate(tensors):
             dim = chunks.dims[index] if index < len(chunks.dims) else None
             if tensor.requires_grad and is_plain(tensor):
-                if dim is None:
-                    dtype = sum_dtype(accumulate_dtype, tensor.dtype)
-                    gather = _Gather(partial(Sum, dtype))
-                else:
-                    strides = dense_strides(tensor)
-                    gather = _Gather(partial(Rows, tensor.shape, strides, dim, size))
+                gather = _Gather(gradient_maker(tensor, dim, size, accumulate_dtype))
                 parts = _Parts.apply(gather, tensor, dim, size, count)  # type: ignore[no-untyped-call]
                 self._parts.append((parts, gather))
             elif dim is None:

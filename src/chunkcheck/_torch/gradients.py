@@ -6,13 +6,14 @@ the gradients of the chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from chunkcheck._torch.tensors import is_plain
+from chunkcheck._torch.tensors import dense_strides, is_plain
 
 
 class Gradient(Protocol):
@@ -150,6 +151,25 @@ class Sum:
         if self._total is None or self._result_dtype is None:
             return None
         return self._total.to(self._result_dtype)
+
+
+def gradient_maker(
+    tensor: Tensor, dim: int | None, size: int, accumulate_dtype: object
+) -> Callable[[], Gradient]:
+    """Return what makes the gradient of a tensor, for each backward one.
+
+    It does not hold the tensor.
+
+    Args:
+        tensor: The tensor.
+        dim: The dim along which it is cut, None if every chunk sees it whole.
+        size: The rows per chunk.
+        accumulate_dtype: The option of the strategy.
+
+    """
+    if dim is None:
+        return partial(Sum, sum_dtype(accumulate_dtype, tensor.dtype))
+    return partial(Rows, tensor.shape, dense_strides(tensor), dim, size)
 
 
 def _is_own(gradient: Tensor) -> bool:

@@ -18,7 +18,7 @@ from chunkcheck._torch.captures import borders
 from chunkcheck._torch.chunks import Chunks
 from chunkcheck._torch.compat import hooks_muted, next_number, number, will_run
 from chunkcheck._torch.cuts import Apart
-from chunkcheck._torch.gradients import Gradient, Rows, Sum, sum_dtype
+from chunkcheck._torch.gradients import Gradient, Sum, gradient_maker, sum_dtype
 from chunkcheck._torch.products import add_gradients
 from chunkcheck._torch.reach import Reached, reach
 from chunkcheck._torch.replay import casts_off, own_casts
@@ -31,7 +31,7 @@ from chunkcheck._torch.suited import (
     check_leaf,
     why_not_apart,
 )
-from chunkcheck._torch.tensors import dense_strides, is_tensor
+from chunkcheck._torch.tensors import is_tensor
 
 
 def run_in_forward(
@@ -77,9 +77,9 @@ class _InForward:
         self._column: int | None = None  # of the scalar
         plan, dims = chunks.plan, chunks.dims
         self._totals: dict[int, Gradient] = {
-            i: Rows(t.shape, dense_strides(t), dims[i], plan.size)
-            if i < len(dims)
-            else self._sum(t)
+            i: gradient_maker(
+                t, dims[i] if i < len(dims) else None, plan.size, self._asked
+            )()
             for i, t in enumerate(tensors)
             if t.requires_grad
         }

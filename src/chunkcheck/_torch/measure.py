@@ -110,17 +110,7 @@ class Probe:
         further one takes as much more as the third, in forward and in backward: its
         rows of arguments, results and their gradients.
         """
-        rows = self._plan.rows
-        try:
-            if rows <= 3 * size:
-                return max(self._measured(rows, size))
-            two, three = (self._measured(n * size, size) for n in (2, 3))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return math.inf
-        more = rows / size - 2
-        return max(a + (b - a) * more for a, b in zip(two, three, strict=True))
+        return _infinite_if_out_of_memory(partial(self._peak, size))
 
     def seconds(self, size: int) -> float:
         """Return the seconds per row of forward and backward in chunks of `size` rows.
@@ -128,13 +118,19 @@ class Probe:
         The median of some runs of at least three chunks; infinity if memory runs out.
         """
         rows = min(self._plan.rows, max(3 * size, _TIMED))
-        try:
-            with untouched(self._call.f, tuple(self._leaves), {}) as captured:
-                return median(self._timed(rows, size, captured)) / rows
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return math.inf
+        return _infinite_if_out_of_memory(partial(self._seconds, rows, size))
+
+    def _peak(self, size: int) -> float:
+        rows = self._plan.rows
+        if rows <= 3 * size:
+            return max(self._measured(rows, size))
+        two, three = (self._measured(n * size, size) for n in (2, 3))
+        more = rows / size - 2
+        return max(a + (b - a) * more for a, b in zip(two, three, strict=True))
+
+    def _seconds(self, rows: int, size: int) -> float:
+        with untouched(self._call.f, tuple(self._leaves), {}) as captured:
+            return median(self._timed(rows, size, captured)) / rows
 
     def _timed(
         self, rows: int, size: int, captured: Sequence[Tensor]
@@ -189,6 +185,15 @@ class Probe:
                     [torch.ones_like(end) for end in ends],
                     allow_unused=True,
                 )
+
+
+def _infinite_if_out_of_memory(measure: Callable[[], float]) -> float:
+    try:
+        return measure()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return math.inf
 
 
 def _part(tensor: Tensor, dim: int | None, rows: int) -> Tensor:

@@ -20,7 +20,6 @@ from chunkcheck._torch.backward import Backward
 from chunkcheck._torch.captures import (
     Observed,
     borders,
-    check_unchanged,
     fingerprint,
     observed,
     stamp,
@@ -210,7 +209,7 @@ class OneNode:
                 " @once_differentiable, which f uses"
             )
         tensors = self._saved.tensors()
-        self._check_captures()
+        tape.replay.check_unchanged(self._watched, tape.chunks.f)
         count = tape.chunks.count  # the captures come after the tensors
         sources = [*sorted(tape.used), *range(count, count + len(tape.captures))]
         leaves = list(tape.captures.values())
@@ -225,13 +224,8 @@ class OneNode:
         else:
             with torch.enable_grad():
                 found = Backward(tape, tensors, given, which).gradients()
-        self._check_captures()
+        tape.replay.check_unchanged(self._watched, tape.chunks.f)
         return [found.get(i) for i in sources]
-
-    def _check_captures(self) -> None:
-        replay = self._tape.replay
-        watched = [*self._watched, *replay.watched]
-        check_unchanged(watched, replay.replayed, self._tape.chunks.f)
 
 
 class _Run(NamedTuple):

@@ -22,7 +22,6 @@ from chunkcheck._torch.captures import (
     Observed,
     alive,
     borders,
-    check_unchanged,
     stamp,
 )
 from chunkcheck._torch.chunks import Chunks
@@ -252,7 +251,7 @@ class _Frame:
 
         """
         call, chunk = self._call, self._chunk
-        self._check_captures()
+        call.replay.check_unchanged(self._watched, call.chunks.f)
         call.fill(self)
         given = call.apart().given(chunk)
         again = _Frame(call, chunk)  # whose handles say how much they have in common
@@ -278,7 +277,7 @@ class _Frame:
         results = call.results.check_again(tree, results, chunk)
         graph = borders(requiring(results), given, first)
         unknown = self._check_graph(graph, same=same)
-        self._check_captures()
+        call.replay.check_unchanged(self._watched, call.chunks.f)
         if again.count != self.count:
             how = f"saved {again.count} tensors for backward, forward {self.count}"
             raise call.results.differs(chunk, how)
@@ -295,11 +294,6 @@ class _Frame:
         if value is None:
             raise call.results.differs(chunk, "did not save what backward needs")
         return value, unknown
-
-    def _check_captures(self) -> None:
-        replay = self._call.replay
-        watched = [*self._watched, *replay.watched]
-        check_unchanged(watched, replay.replayed, self._call.chunks.f)
 
     def _check_graph(
         self, found: Borders | None, *, same: bool

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkcheck._strategies import Fused
 from chunkcheck._torch.buffers import Buffers, State
-from chunkcheck._torch.captures import Observed, stamp
+from chunkcheck._torch.captures import Observed, check_unchanged, stamp
 from chunkcheck._torch.compat import (
     dispatch_modes,
     function_modes,
@@ -242,7 +242,7 @@ class Replay:
         self._frozen = [
             t for t in reached.tensors if isinstance(t, nn.Parameter) and is_plain(t)
         ]
-        self.watched: Observed = []  # frozen parameters, which `f` must not write to
+        self._watched: Observed = []  # frozen parameters, which `f` must not write to
         self._first_states: list[Any] = []
         self._draws = False
         self._states: list[Any] = []  # after the last run
@@ -276,7 +276,7 @@ class Replay:
         written = self._buffers.written(snapshots)
         if not self.records:
             self._first_states = before
-            self.watched = [
+            self._watched = [
                 (weakref.ref(t), stamp(t)) for t in self._frozen if not t.requires_grad
             ]
         self._draws = self._draws or bool(drawn)
@@ -286,10 +286,18 @@ class Replay:
             self.records.append(_NOTHING)
         return result
 
-    @property
-    def replayed(self) -> set[int]:
-        """The ids of the buffers that recompute sees as they were."""
-        return self._buffers.ids
+    def check_unchanged(self, captures: Observed, f: Callable[..., Any]) -> None:
+        """Check that no capture was written to that recompute does not see as it was.
+
+        Args:
+            captures: What `f` captures, as it was when it had run.
+            f: What captures them.
+
+        Raises:
+            RuntimeError: One was, or a frozen parameter.
+
+        """
+        check_unchanged([*captures, *self._watched], self._buffers.ids, f)
 
     def rewind(self) -> None:
         """Set everything back to what it was before the first run."""

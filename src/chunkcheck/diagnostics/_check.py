@@ -13,9 +13,7 @@ from torch import Tensor
 from chunkcheck._strategies import Strategy, StrategyName
 from chunkcheck._typing import BatchDim, OutDim
 from chunkcheck.diagnostics._causes import findings_of
-from chunkcheck.diagnostics._report import (
-    Report,
-)
+from chunkcheck.diagnostics._report import Report
 from chunkcheck.diagnostics._runs import Trial
 
 

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunkcheck._api import chunked
-from chunkcheck._arguments import Call, batch_entries
-from chunkcheck._leaves import classify, is_array
-from chunkcheck._plan import Plan, check_out_dim, checked_size, plan_arguments
+from chunkcheck._api import chunked, planned
+from chunkcheck._arguments import Call
+from chunkcheck._plan import checked_size
 from chunkcheck._strategies import Strategy, StrategyName, resolve_strategy
-from chunkcheck._torch import tensors as library
 from chunkcheck._torch.free import free_memory
 from chunkcheck._torch.reach import reach
 from chunkcheck._torch.untouched import untouched
@@ -112,13 +110,13 @@ def profile(
             "kwargs must be a mapping of the keyword arguments of f, found"
             f" {keywords!r} of type {type(keywords).__name__}"
         )
-    chunked(f, chunk_size=None)  # which raises for what cannot be called
     _check_rounds(rounds)
     _check_baselines(baselines)
     chosen = _resolved(strategies)
     sizes = None if chunk_sizes is None else _checked_sizes(chunk_sizes)
-    call, leaves = Call.split(f, args, keywords)
-    plan = _planned(call, leaves, batch_dim, out_dim)
+    call, leaves, plan = planned(f, args, keywords, None, batch_dim, out_dim)
+    if not plan.rows:
+        raise ValueError("the batch is empty: there is nothing to profile")
     leaves = [_apart(leaf) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     trials = _whole(call, leaves, baselines)
@@ -131,10 +129,9 @@ def profile(
                 out_dim=out_dim,
                 strategy=strategy,
             )
-            run = functools.partial(_called, Call(in_chunks, call.args, call.kwargs))
-            trials.append(
-                Trial(name, size, -(-plan.rows // size), functools.partial(run, leaves))
-            )
+            invoke = Call(in_chunks, call.args, call.kwargs).invoke
+            chunks, run = -(-plan.rows // size), functools.partial(invoke, leaves)
+            trials.append(Trial(name, size, chunks, run))
     with untouched(f, args, keywords) as known:
         where = _device([*known, *tensors], device)
         free = _free(where)
@@ -156,23 +153,6 @@ def profile(
     )
 
 
-def _planned(
-    call: Call, leaves: Sequence[object], batch_dim: object, out_dim: object
-) -> Plan:
-    entries = batch_entries(call, batch_dim, [is_array(leaf) for leaf in leaves])
-    plan = plan_arguments(
-        [
-            classify(path, leaf, entry, library)
-            for path, leaf, entry in zip(call.paths, leaves, entries, strict=True)
-        ],
-        None,
-    )
-    check_out_dim(out_dim, plan)
-    if not plan.rows:
-        raise ValueError("the batch is empty: there is nothing to profile")
-    return plan
-
-
 def _apart(leaf: object) -> object:
     """Return an argument without the graph behind it, which is not ours to run."""
     if not isinstance(leaf, Tensor):
@@ -183,22 +163,17 @@ def _apart(leaf: object) -> object:
 def _whole(
     call: Call, leaves: Sequence[object], baselines: Sequence[Baseline]
 ) -> list[Trial]:
-    def plain() -> object:
-        return call.invoke(leaves)
-
     def checkpointed() -> object:
         # Leaf by leaf, since torch looks for devices in them.
         return checkpoint(lambda *own: call.invoke(own), *leaves, use_reentrant=False)
 
-    runs = {"plain": plain, "checkpoint": checkpointed}
+    runs: dict[str, Callable[[], object]] = {
+        "plain": functools.partial(call.invoke, leaves),
+        "checkpoint": checkpointed,
+    }
     return [
         Trial(name, None, 1, run) for name, run in runs.items() if name in baselines
     ]
-
-
-def _called(call: Call, leaves: Sequence[object]) -> object:
-    result: object = call.invoke(leaves)
-    return result
 
 
 def _device(

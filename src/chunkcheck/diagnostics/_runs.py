@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from chunkcheck._api import chunked
-from chunkcheck._arguments import Call, batch_entries
-from chunkcheck._leaves import classify, is_array
-from chunkcheck._plan import Plan, check_out_dim, checked_size, plan_arguments
+from chunkcheck._api import chunked, planned
+from chunkcheck._arguments import Call
+from chunkcheck._plan import Plan, checked_size
 from chunkcheck._strategies import Strategy, StrategyName, resolve_strategy
-from chunkcheck._torch import tensors as library
 from chunkcheck._torch.compat import version
 from chunkcheck._torch.reach import reach
+from chunkcheck._torch.replay import LARGEST_BUFFER
 from chunkcheck._torch.tensors import is_tensor
 from chunkcheck._torch.untouched import untouched
 from chunkcheck._tree import flatten, unflatten
@@ -38,8 +37,6 @@ from chunkcheck.diagnostics._report import (
     leaf,
     rtol_of,
 )
-
-_LARGEST = 2**24  # bytes; as for buffers, larger constants are not copied
 
 
 class Trial:
@@ -58,12 +55,15 @@ class Trial:
         self.size, self.batch_dim, self.out_dim, strategy = options
         self.strategy = resolve_strategy(strategy)
         self.values: list[Any]
-        self.call, self.values = Call.split(f, args, kwargs)
-        self.plan = self._planned()
+        self.call: Call
+        self.plan: Plan
+        checked_size(self.size)  # no policy, which would choose one for each run
+        how = self.size, self.batch_dim, self.out_dim
+        self.call, self.values, self.plan = planned(f, args, kwargs, *how)
         if rows is not None:
-            self.values = self.cut(0, min(checked_size(rows) or 1, self.plan.rows))
-            self.plan = self._planned()
-        check_out_dim(self.out_dim, self.plan)
+            sample = self.cut(0, min(checked_size(rows) or 1, self.plan.rows))
+            args, kwargs = self._rebuilt(sample)
+            self.call, self.values, self.plan = planned(f, args, kwargs, *how)
         if len(self.plan) < 2:
             raise ValueError(
                 f"chunk_size={self.size!r} makes one chunk of the {self.plan.rows} rows"
@@ -78,8 +78,12 @@ class Trial:
                 self._names.setdefault(id(t), f"{type(module).__name__}.{name}")
         found = self.reached.tensors
         self._captured = [(t, t.grad) for t in found if t.is_leaf and t.requires_grad]
-        constants = [t for t in found if not t.requires_grad and t.nbytes < _LARGEST]
-        self._constants = [t for t in constants if t.layout == torch.strided]
+        constants = [t for t in found if not t.requires_grad]
+        self._constants = [
+            t
+            for t in constants
+            if t.nbytes < LARGEST_BUFFER and t.layout == torch.strided
+        ]
         kept = [*self._constants, *filter(is_tensor, self.values)]
         self._kept = [(t, t.detach().clone()) for t in kept]
         self._rtol, self._atol = tolerances
@@ -95,13 +99,6 @@ class Trial:
             if distance(now, before.get(name))[0]
         ]
         self.exact = not (self.updated or self.plain.moved)
-
-    def _planned(self) -> Plan:
-        call, values = self.call, self.values
-        entries = batch_entries(call, self.batch_dim, [*map(is_array, values)])
-        described = zip(call.paths, values, entries, strict=True)
-        leaves = [classify(path, v, entry, library) for path, v, entry in described]
-        return plan_arguments(leaves, checked_size(self.size))
 
     def cut(self, start: int, stop: int) -> list[Any]:
         """Return the leaves of the arguments with these rows of what is cut."""
@@ -236,7 +233,7 @@ class Trial:
 
     def _state(self) -> dict[str, Tensor]:
         modules = self.reached.modules
-        buffers = [b for m in modules for b in m.buffers() if b.nbytes < _LARGEST]
+        buffers = [b for m in modules for b in m.buffers() if b.nbytes < LARGEST_BUFFER]
         found = {id(t): t for t in (*self._constants, *buffers)}
         return {self.name(t): t.detach().clone() for t in found.values()}
 

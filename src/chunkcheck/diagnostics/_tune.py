@@ -88,10 +88,7 @@ def tune(
     budget = as_bytes(memory, free_memory(probe.device))
     search = Search(plan.rows, probe.peak)
     with old_objects_apart():
-        while search.goes_on(budget):
-            pass
-        if search.fitting(budget):
-            search.refine(budget)
+        search.run(budget)
     if not (fitting := search.fitting(budget)):
         least = min(search.known.values())
         raise ValueError(
